@@ -2,10 +2,11 @@
 
 Run from anywhere as a script, by the interpreter of an environment with `requirements.txt`:
 
-    python proto/generate.py            write *_pb2.py, *_pb2_grpc.py and their stubs, delete those of no source
+    python proto/generate.py            write *_pb2.py and *_pb2.pyi, delete those without a source
     python proto/generate.py --check    write nothing; exit 1 and name the files that differ from their source
 
-A source's import path is `kvferry/proto/<name>.proto`, so the generated imports read `kvferry.proto.<name>_pb2`.
+A source's import path is `kvferry/proto/<name>.proto`, so the generated imports read `kvferry.proto.<name>_pb2`. Messages
+only: the services' stubs and handlers are built from the table of RPCs in `kvferry.proto.codec`.
 """
 
 import argparse
@@ -20,27 +21,16 @@ __all__ = ["main"]
 FOLDER = Path(__file__).resolve().parent
 PACKAGE_PATH = Path("kvferry/proto")
 GENERATED = re.compile(r".*_pb2(_grpc)?\.pyi?")
-SERVICE = re.compile(r"^service\s", re.MULTILINE)
-
-
-def _protoc(out: Path, options: list[str], sources: list[Path]) -> None:
-    plugins = [f"--plugin={name}={Path(sys.executable).with_name(name)}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    paths = [str(PACKAGE_PATH / source.name) for source in sources]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=.", *plugins]
-    subprocess.run([*command, *(option.format(out=out) for option in options), *paths], cwd=FOLDER.parent, check=True)
 
 
 def _generate() -> dict[str, bytes]:
     """Returns the content of every generated file by its name."""
-    sources = sorted(FOLDER.glob("*.proto"))
-    services = [source for source in sources if SERVICE.search(source.read_text())]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        if sources:
-            _protoc(out, ["--python_out={out}", "--mypy_out=quiet:{out}"], sources)
-        if services:
-            _protoc(out, ["--grpc_python_out={out}", "--mypy_grpc_out=quiet,only_async:{out}"], services)
-        return {path.name: path.read_bytes() for path in (out / PACKAGE_PATH).glob("*")}
+    paths = [str(PACKAGE_PATH / source.name) for source in sorted(FOLDER.glob("*.proto"))]
+    plugin = Path(sys.executable).with_name("protoc-gen-mypy")
+    with tempfile.TemporaryDirectory() as out:
+        options = ["--proto_path=.", f"--plugin={plugin}", f"--python_out={out}", f"--mypy_out=quiet:{out}"]
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *paths], cwd=FOLDER.parent, check=True)
+        return {path.name: path.read_bytes() for path in (Path(out) / PACKAGE_PATH).iterdir()}
 
 
 def main() -> int:
