@@ -6,12 +6,14 @@ Durations are seconds that remain, never wall-clock times: clocks of two machine
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
+from kvferry.errors import KvferryError
 from kvferry.keys import Fingerprint
 from kvferry.layout import Layout
 from kvferry.types import BlockId, Epoch, GrantId, NodeAddress, Path, RequestId
 
-__all__ = ["DataEndpoint", "Grant", "HandoffReport", "Ticket"]
+__all__ = ["DataEndpoint", "Grant", "HandoffOutcome", "HandoffRecord", "HandoffReport", "PagesReady", "Ticket"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +78,28 @@ class HandoffReport:
     def gigabytes_per_second(self) -> float:
         """0 when nothing had to move."""
         return self.bytes / self.transfer_seconds / 1e9 if self.transfer_seconds > 0 else 0.0
+
+
+class HandoffOutcome(Enum):
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRecord:
+    """One ended hand-off as its sending daemon saw it; ``report`` counts what had moved when it ended."""
+
+    report: HandoffReport
+    outcome: HandoffOutcome
+    error: KvferryError | None
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesReady:
+    """Layers [first_layer, first_layer + layers) of tokens [first_token, first_token + tokens) are written at the source."""
+
+    first_layer: int
+    layers: int
+    first_token: int
+    tokens: int

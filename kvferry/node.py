@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.handoff import DataEndpoint
+from kvferry.handoff import DataEndpoint, HandoffRecord
 from kvferry.keys import Fingerprint
 from kvferry.layout import Layout
-from kvferry.types import NodeAddress, Role
+from kvferry.types import NodeAddress, OwnerId, PoolCounts, Role
 
-__all__ = ["NodeInfo", "WorkerInfo"]
+__all__ = ["Holding", "NodeInfo", "NodeStatus", "WorkerInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +37,23 @@ class NodeInfo:
     control: str
     endpoint: DataEndpoint
     worker: WorkerInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One owner's blocks. ``remaining_seconds`` is None while the worker beside the daemon holds them by being alive."""
+
+    owner: OwnerId
+    blocks: int
+    held_seconds: float
+    remaining_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """What a daemon answers when asked how it is; ``handoffs`` newest first, bounded."""
+
+    info: NodeInfo
+    pool: PoolCounts
+    holdings: tuple[Holding, ...]
+    handoffs: tuple[HandoffRecord, ...]

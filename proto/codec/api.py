@@ -1,0 +1,179 @@
+"""The table of RPCs: one :class:`~kvferry.proto.codec.rpc.Rpc` a method, named as in the .proto files."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from kvferry.control import (
+    Acquire,
+    Acquired,
+    Announce,
+    Attached,
+    AwaitGrant,
+    DecodeWork,
+    Empty,
+    Extend,
+    OpenGrant,
+    PrefillOutput,
+    PrefillWork,
+    PushMessage,
+    RevokeGrant,
+    Seal,
+)
+from kvferry.generation import Token, WorkerLoad
+from kvferry.handoff import HandoffReport, Ticket
+from kvferry.node import NodeInfo, NodeStatus, WorkerInfo
+from kvferry.proto import daemon_pb2, directory_pb2, worker_pb2
+from kvferry.proto.codec import values
+from kvferry.proto.codec.rpc import Rpc, Wire
+from kvferry.types import BlockId, NodeAddress, OwnerId
+
+__all__ = [
+    "ACQUIRE",
+    "ANNOUNCE",
+    "ATTACH",
+    "AWAIT_GRANT",
+    "DECODE",
+    "EXTEND",
+    "GET_LOAD",
+    "GET_STATUS",
+    "LIST_NODES",
+    "OPEN_GRANT",
+    "PREFILL",
+    "PUSH",
+    "RELEASE",
+    "REVOKE_GRANT",
+    "SEAL",
+    "WITHDRAW",
+]
+
+_DAEMON = "kvferry.v1.DaemonService"
+_ATTACHMENT = "kvferry.v1.AttachmentService"
+_WORKER = "kvferry.v1.WorkerService"
+_DIRECTORY = "kvferry.v1.DirectoryService"
+
+
+def _empty(message: type[Message]) -> Wire[Empty]:
+    return Wire(message, lambda _: message(), lambda _: Empty())
+
+
+OPEN_GRANT: Rpc[OpenGrant, Ticket] = Rpc(
+    _DAEMON,
+    "OpenGrant",
+    Wire(daemon_pb2.OpenGrantRequest, values.write_open_grant, values.read_open_grant),
+    Wire(
+        daemon_pb2.OpenGrantResponse,
+        lambda ticket: daemon_pb2.OpenGrantResponse(ticket=values.write_ticket(ticket)),
+        lambda message: values.read_ticket(message.ticket),
+    ),
+)
+REVOKE_GRANT: Rpc[RevokeGrant, Empty] = Rpc(
+    _DAEMON,
+    "RevokeGrant",
+    Wire(daemon_pb2.RevokeGrantRequest, values.write_revoke_grant, values.read_revoke_grant),
+    _empty(daemon_pb2.RevokeGrantResponse),
+)
+GET_STATUS: Rpc[Empty, NodeStatus] = Rpc(
+    _DAEMON,
+    "GetStatus",
+    _empty(daemon_pb2.GetStatusRequest),
+    Wire(daemon_pb2.GetStatusResponse, values.write_status, values.read_status),
+)
+ATTACH: Rpc[WorkerInfo, Attached] = Rpc(
+    _ATTACHMENT,
+    "Attach",
+    Wire(
+        daemon_pb2.AttachRequest,
+        lambda worker: daemon_pb2.AttachRequest(worker=values.write_worker_info(worker)),
+        lambda message: values.read_worker_info(message.worker),
+    ),
+    Wire(daemon_pb2.AttachResponse, values.write_attached, values.read_attached),
+    streams_out=True,
+)
+ACQUIRE: Rpc[Acquire, Acquired] = Rpc(
+    _ATTACHMENT,
+    "Acquire",
+    Wire(daemon_pb2.AcquireRequest, values.write_acquire, values.read_acquire),
+    Wire(daemon_pb2.AcquireResponse, values.write_acquired, values.read_acquired),
+)
+EXTEND: Rpc[Extend, tuple[BlockId, ...]] = Rpc(
+    _ATTACHMENT,
+    "Extend",
+    Wire(daemon_pb2.ExtendRequest, values.write_extend, values.read_extend),
+    Wire(daemon_pb2.ExtendResponse, values.write_extended, values.read_extended),
+)
+SEAL: Rpc[Seal, Empty] = Rpc(
+    _ATTACHMENT,
+    "Seal",
+    Wire(daemon_pb2.SealRequest, values.write_seal, values.read_seal),
+    _empty(daemon_pb2.SealResponse),
+)
+RELEASE: Rpc[OwnerId, Empty] = Rpc(
+    _ATTACHMENT,
+    "Release",
+    Wire(
+        daemon_pb2.ReleaseRequest,
+        lambda owner: daemon_pb2.ReleaseRequest(owner=owner),
+        lambda message: OwnerId(message.owner),
+    ),
+    _empty(daemon_pb2.ReleaseResponse),
+)
+AWAIT_GRANT: Rpc[AwaitGrant, tuple[BlockId, ...]] = Rpc(
+    _ATTACHMENT,
+    "AwaitGrant",
+    Wire(daemon_pb2.AwaitGrantRequest, values.write_await_grant, values.read_await_grant),
+    Wire(daemon_pb2.AwaitGrantResponse, values.write_awaited, values.read_awaited),
+)
+PUSH: Rpc[PushMessage, HandoffReport] = Rpc(
+    _ATTACHMENT,
+    "Push",
+    Wire(daemon_pb2.PushRequest, values.write_push, values.read_push),
+    Wire(
+        daemon_pb2.PushResponse,
+        lambda report: daemon_pb2.PushResponse(report=values.write_report(report)),
+        lambda message: values.read_report(message.report),
+    ),
+    streams_in=True,
+)
+PREFILL: Rpc[PrefillWork, PrefillOutput] = Rpc(
+    _WORKER,
+    "Prefill",
+    Wire(worker_pb2.PrefillRequest, values.write_prefill, values.read_prefill),
+    Wire(worker_pb2.PrefillResponse, values.write_prefill_output, values.read_prefill_output),
+    streams_out=True,
+)
+DECODE: Rpc[DecodeWork, Token] = Rpc(
+    _WORKER,
+    "Decode",
+    Wire(worker_pb2.DecodeRequest, values.write_decode, values.read_decode),
+    Wire(worker_pb2.DecodeResponse, values.write_decode_output, values.read_decode_output),
+    streams_out=True,
+)
+GET_LOAD: Rpc[Empty, WorkerLoad] = Rpc(
+    _WORKER,
+    "GetLoad",
+    _empty(worker_pb2.GetLoadRequest),
+    Wire(worker_pb2.GetLoadResponse, values.write_load, values.read_load),
+)
+ANNOUNCE: Rpc[Announce, Empty] = Rpc(
+    _DIRECTORY,
+    "Announce",
+    Wire(directory_pb2.AnnounceRequest, values.write_announce, values.read_announce),
+    _empty(directory_pb2.AnnounceResponse),
+)
+WITHDRAW: Rpc[NodeAddress, Empty] = Rpc(
+    _DIRECTORY,
+    "Withdraw",
+    Wire(
+        directory_pb2.WithdrawRequest,
+        lambda address: directory_pb2.WithdrawRequest(address=values.write_address(address)),
+        lambda message: values.read_address(message.address),
+    ),
+    _empty(directory_pb2.WithdrawResponse),
+)
+LIST_NODES: Rpc[Empty, tuple[NodeInfo, ...]] = Rpc(
+    _DIRECTORY,
+    "ListNodes",
+    _empty(directory_pb2.ListNodesRequest),
+    Wire(directory_pb2.ListNodesResponse, values.write_nodes, values.read_nodes),
+)
