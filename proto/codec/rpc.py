@@ -18,10 +18,10 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.errors import InternalError, KvferryError, ProtocolError, Where
+from kvferry.errors import ConfigError, InternalError, KvferryError, ProtocolError, Where
 from kvferry.proto.codec.errors import from_rpc_error, to_status
 
-__all__ = ["Call", "Handler", "Rpc", "Wire", "call", "connect", "new_server", "send", "serve", "stream"]
+__all__ = ["Call", "Handler", "Rpc", "Wire", "bind", "call", "connect", "new_server", "send", "serve", "stream"]
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,22 @@ async def send(channel: grpc.aio.Channel, rpc: Rpc[Q, A], requests: AsyncIterato
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, rpc.method, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
+
+
+def bind(server: grpc.aio.Server, address: str, advertise: str = "") -> str:
+    """Listen on "HOST:PORT" (port 0: a free one) or "unix:PATH"; the target under which others reach it.
+
+    ``advertise`` is that target where the address bound is not it; its port 0 stands for the bound one. Raises ConfigError
+    where the address cannot be had.
+    """
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}", why=str(error), hint="Is it in use? Choose another address.") from error
+    if address.startswith("unix:"):
+        return address
+    host, _, wanted = (advertise or address).rpartition(":")
+    return f"{host}:{port if wanted == '0' else wanted}"
 
 
 async def new_server(services: Sequence[Sequence[tuple[Rpc[Any, Any], Handler]]]) -> grpc.aio.Server:
