@@ -13,7 +13,8 @@
     │   └── ProtocolError         a message that no correct peer sends
     └── LocalError                our own state
         ├── OutOfBlocksError      the pool is full for now
-        ├── OverloadedError       a queue is at its bound, or nobody is there to serve
+        ├── OverloadedError       a queue is at its bound
+        ├── NoWorkersError        nobody is ready to serve
         ├── MemoryUnavailableError  shared memory that the machine does not have
         ├── StaleGrantError       a grant that is unknown, revoked, expired or of another epoch
         ├── DeadlineExceededError the request's time is over
@@ -44,6 +45,7 @@ __all__ = [
     "LocalError",
     "MemoryUnavailableError",
     "ModelFilesError",
+    "NoWorkersError",
     "OutOfBlocksError",
     "OverloadedError",
     "PeerError",
@@ -72,6 +74,7 @@ class Reason(Enum):
     PROTOCOL = "protocol"
     OUT_OF_BLOCKS = "out_of_blocks"
     OVERLOADED = "overloaded"
+    NO_WORKERS = "no_workers"
     MEMORY_UNAVAILABLE = "memory_unavailable"
     STALE_GRANT = "stale_grant"
     DEADLINE_EXCEEDED = "deadline_exceeded"
@@ -114,9 +117,7 @@ class KvferryError(Exception):
 
     reason: ClassVar[Reason] = Reason.INTERNAL
 
-    def __init__(
-        self, what: str, *, where: Where | None = None, why: str = "", hint: str = "", field: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, where: Where | None = None, why: str = "", hint: str = "", field: str | None = None) -> None:
         self.what = what
         self.where = where or Where()
         self.why = why
@@ -197,9 +198,15 @@ class OutOfBlocksError(LocalError):
 
 
 class OverloadedError(LocalError):
-    """A queue is at its bound, or no worker is ready; retry later."""
+    """A queue is at its bound; retry later."""
 
     reason = Reason.OVERLOADED
+
+
+class NoWorkersError(LocalError):
+    """No pair of workers is ready to serve the model; retry later."""
+
+    reason = Reason.NO_WORKERS
 
 
 class MemoryUnavailableError(LocalError):

@@ -33,6 +33,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.PROTOCOL: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.OUT_OF_BLOCKS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.NO_WORKERS: grpc.StatusCode.UNAVAILABLE,
     Reason.MEMORY_UNAVAILABLE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.STALE_GRANT: grpc.StatusCode.ABORTED,
     Reason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,

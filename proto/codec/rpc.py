@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -43,6 +43,8 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Two channels to one restarted address must not share a subchannel that is in back-off.
     ("grpc.use_local_subchannel_pool", 1),
+    # An occupied port is an error, not a second server that takes half of the calls.
+    ("grpc.so_reuseport", 0),
     # A proxy named in the environment must never see control traffic.
     ("grpc.enable_http_proxy", 0),
 )
@@ -105,7 +107,9 @@ async def call(channel: grpc.aio.Channel, rpc: Rpc[Q, A], request: Q, timeout: f
     return _read(rpc.response, answer, rpc.method, peer)
 
 
-async def stream(channel: grpc.aio.Channel, rpc: Rpc[Q, A], request: Q, timeout: float | None, peer: str) -> AsyncIterator[A]:
+async def stream(
+    channel: grpc.aio.Channel, rpc: Rpc[Q, A], request: Q, timeout: float | None, peer: str
+) -> AsyncGenerator[A, None]:
     """Server-streaming call; closing the iterator early cancels the call. Raises as :func:`call` does."""
     multi = channel.unary_stream(rpc.path, _serialize, rpc.response.message.FromString)
     running = multi(rpc.request.write(request), timeout=timeout)
