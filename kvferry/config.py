@@ -158,9 +158,7 @@ class DemoConfig(UpConfig):
     json: bool = option(False, "print the table as JSON")
 
 
-def parse(
-    cls: type[C], argv: Sequence[str], environ: Mapping[str, str] | None = None, *, prog: str, examples: str = ""
-) -> C:
+def parse(cls: type[C], argv: Sequence[str], environ: Mapping[str, str] | None = None, *, prog: str, examples: str = "") -> C:
     """Build ``cls`` from flags, variables and defaults.
 
     Raises ConfigError naming the flag or variable; ``--help`` prints and exits as argparse does.
@@ -168,7 +166,11 @@ def parse(
     environ = os.environ if environ is None else environ
     description = (cls.__doc__ or "").strip()
     parser = argparse.ArgumentParser(
-        prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=prog,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     fields = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)

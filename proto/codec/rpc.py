@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -180,7 +180,7 @@ def serve(rpc: Rpc[Q, A], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
     async def unary(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
         try:
             return rpc.response.write(await handler(request_value(message), Call(context)))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the edge: _abort re-raises it as the call's status
             await _abort(context, rpc, error)
 
     async def streaming(message: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Message]:
@@ -188,7 +188,7 @@ def serve(rpc: Rpc[Q, A], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
         try:
             async for answer in answers:
                 yield rpc.response.write(answer)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the edge: _abort re-raises it as the call's status
             await _abort(context, rpc, error)
         finally:
             await answers.aclose()
