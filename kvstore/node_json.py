@@ -23,14 +23,6 @@ _WORKER: dict[str, type] = {
     "layout": str,
     "fingerprint": str,
 }
-    "role": str,
-    "target": str,
-    "model": str,
-    "model_dir": str,
-    "context": int,
-    "layout": str,
-    "fingerprint": str,
-}
 
 
 def node_to_json(node: NodeInfo) -> str:

@@ -182,8 +182,8 @@ async def test_junk_in_redis_is_left_out_and_logged_once(redis_server: RedisServ
         b"\xff": b"\xff\xfe",
     }
     for member, text in junk.items():
-        await client.execute_command("HSET", "{kvferry}:nodes", member, text)
-        await client.execute_command("ZADD", "{kvferry}:nodes:expiry", "1e15", member)
+        await client.execute_command("HSET", "{kvferry}:nodes", member, text)  # type: ignore[no-untyped-call]
+        await client.execute_command("ZADD", "{kvferry}:nodes:expiry", "1e15", member)  # type: ignore[no-untyped-call]
     await client.zadd("{kvferry}:nodes:expiry", {"n:5": 1e15})
     for _ in range(2):
         assert await directory.nodes() == (node("good"),)
