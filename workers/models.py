@@ -94,8 +94,8 @@ def load_model(path: Path, dtype: torch.dtype, attention: str, threads: int) -> 
 
     Raises ModelFilesError where transformers cannot build it or the weights do not fill it.
     """
-    import torch  # noqa: PLC0415 - see the module's docstring
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     try:
@@ -152,7 +152,7 @@ def conversion_bar() -> Iterator[smollm2.Progress]:
     """A progress bar on standard error for :func:`resolve_model`; nothing is shown unless something is converted."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
-    bar = RichProgress(*columns, console=console, transient=True)
+    bar = RichProgress(*columns, console=console, transient=console.is_terminal)
 
     def report(done: int, total: int) -> None:
         if not bar.tasks:
@@ -163,7 +163,8 @@ def conversion_bar() -> Iterator[smollm2.Progress]:
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.tasks:
+            bar.stop()
 
 
 # --- the directory's files --------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ def _canonical(value: object) -> str:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Keep transformers' own bars and warnings off a worker's log; what matters in them is checked here."""
-    from transformers import utils  # noqa: PLC0415 - see the module's docstring
+    from transformers import utils
 
     logging: Any = utils.logging  # partly untyped
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
