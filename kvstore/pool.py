@@ -110,6 +110,11 @@ class BlockPool:
         hold = self._holds.get(owner)
         return tuple(hold.blocks) if hold else ()
 
+    def is_quarantined(self, owner: OwnerId) -> bool:
+        """Whether the owner holds blocks in quarantine."""
+        hold = self._holds.get(owner)
+        return hold is not None and hold.quarantined
+
     def holdings(self, now: float) -> tuple[Holding, ...]:
         """Who holds how many blocks, since when and for how long still (seconds)."""
         return tuple(
@@ -158,15 +163,16 @@ class BlockPool:
     def seal(self, owner: OwnerId, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
         """Blocks of the owner's own are completely written and may be found under their keys, one each.
 
-        A key that another block has already stays with that one. Raises ProtocolError where a block is not the owner's
-        own, has another key, or is named twice.
+        A key that another block has already stays with that one. Sealing a block again under its key, a shared one too,
+        changes nothing: who took a grant over does not know which of its blocks are shared. Raises ProtocolError where a
+        block is not the owner's own, has another key, or is named twice.
         """
         hold = self._live(owner)
         if len(blocks) != len(keys) or len(set(blocks)) != len(blocks) or len(set(keys)) != len(keys):
             raise ProtocolError(
                 f"{owner} seals {len(blocks)} blocks with {len(keys)} keys", why="each block has one key of its own"
             )
-        places = [self._own_place(owner, hold, block) for block in blocks]
+        places = [self._place_to_seal(owner, hold, block, key) for block, key in zip(blocks, keys, strict=True)]
         for place, block, key in zip(places, blocks, keys, strict=True):
             if hold.keys[place] not in (None, key):
                 raise ProtocolError(f"{owner} seals block {block} anew", why="it has another key")
@@ -256,9 +262,9 @@ class BlockPool:
             raise ProtocolError(f"{owner} cannot do that with its blocks", why=why)
         return hold
 
-    def _own_place(self, owner: OwnerId, hold: _Hold, block: BlockId) -> int:
+    def _place_to_seal(self, owner: OwnerId, hold: _Hold, block: BlockId, key: BlockKey) -> int:
         place = hold.places.get(block, -1)
-        if place < hold.shared:
+        if place < hold.shared and (place < 0 or hold.keys[place] != key):
             why = "it is not the owner's" if place < 0 else "it is shared and was sealed by its writer"
             raise ProtocolError(f"{owner} cannot seal block {block}", why=why)
         return place

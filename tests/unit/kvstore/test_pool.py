@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvferry.control import Acquired
 from kvferry.errors import InternalError, OutOfBlocksError, ProtocolError
 from kvferry.keys import BlockKey
 from kvferry.kvstore.pool import BlockPool
@@ -35,10 +36,13 @@ def test_sealed_prefix_is_shared_and_leased_until_the_last_reader_leaves() -> No
     assert second.blocks[:2] == first.blocks[:2]
     assert second.blocks[2] not in first.blocks
     assert pool.counts() == PoolCounts(free=2, owned=2, leased=2, quarantined=0, cached=0)
+    pool.seal(B, second.blocks, chain("xyz", 3))  # as one that took a grant over and does not know what is shared
+    assert pool.acquire(C, chain("xyz", 3), 3, None, 0) == Acquired(second.blocks, 3)
+    pool.release(C)
     pool.release(A)
     assert pool.counts() == PoolCounts(free=3, owned=1, leased=2, quarantined=0, cached=0)
     pool.release(B)
-    assert pool.counts() == PoolCounts(free=6, owned=0, leased=0, quarantined=0, cached=2)
+    assert pool.counts() == PoolCounts(free=6, owned=0, leased=0, quarantined=0, cached=3)
     pool.check_invariants()
 
 
