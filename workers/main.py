@@ -19,7 +19,7 @@ from kvferry.proto.codec import rpc
 from kvferry.workers.attachment import Attachment, DaemonBlocks, keep_attached
 from kvferry.workers.engine import Engine, EngineLimits
 from kvferry.workers.kv_cache import KvCache, layout_of
-from kvferry.workers.models import LoadedModel, load_model, resolve_model
+from kvferry.workers.models import LoadedModel, fingerprint, load_model, resolve_model
 from kvferry.workers.paged_attention import ATTENTION
 from kvferry.workers.service import WorkerService
 
@@ -92,7 +92,7 @@ class _EngineRunner:
             self._thread = threading.Thread(target=self._engine.run, args=(self._stop,), name="engine", daemon=True)
             self._thread.start()
         else:
-            await asyncio.to_thread(self._engine.replace, cache, blocks)
+            self._engine.replace(cache, blocks)
         self._service.attach(self._engine, attachment)
 
     def detached(self, error: PeerUnavailableError) -> None:
@@ -115,7 +115,7 @@ def _describe(config: WorkerConfig, model: LoadedModel, model_dir: Path, target:
         model_dir=str(model_dir),
         context=min(model.context, config.context or model.context),
         layout=layout_of(model, config.block_tokens),
-        fingerprint=model.fingerprint,
+        fingerprint=fingerprint(model_dir, model.model.dtype),
     )
 
 

@@ -13,7 +13,7 @@ from kvferry.errors import CancelledByCallerError, KvferryError, PeerUnavailable
 from kvferry.generation import Token, WorkerLoad
 from kvferry.handoff import HandoffReport, PagesReady, Ticket
 from kvferry.proto.codec import api, rpc
-from kvferry.types import BlockId, RequestId, Role, decode_owner, prefill_owner
+from kvferry.types import BlockId, OwnerId, Role, decode_owner, prefill_owner
 from kvferry.workers.attachment import Attachment
 from kvferry.workers.engine import Engine
 
@@ -61,7 +61,7 @@ class WorkerService:
             if push is not None:
                 push.cancel()
                 await asyncio.gather(push, return_exceptions=True)
-            _give_up(engine, work.request, Stage.PREFILL)
+            _give_up(engine, prefill_owner(work.request), Stage.PREFILL)
 
     async def decode(self, work: DecodeWork, call: rpc.Call) -> AsyncIterator[Token]:
         """Tokens after the first, once the grant is complete."""
@@ -79,7 +79,7 @@ class WorkerService:
                     return
         finally:
             if taken:
-                _give_up(engine, work.request, Stage.DECODE)
+                _give_up(engine, decode_owner(work.request), Stage.DECODE)
             else:
                 await _release_unused(attachment, work)
 
@@ -157,9 +157,9 @@ async def _release_unused(attachment: Attachment, work: DecodeWork) -> None:
         return  # its daemon is gone, and the blocks with it
 
 
-def _give_up(engine: Engine, request: RequestId, stage: Stage) -> None:
-    """End the request in the engine, in whatever state it is; nothing happens where it has ended and released."""
-    engine.cancel(request, CancelledByCallerError("the call ended", where=Where(stage=stage)))
+def _give_up(engine: Engine, owner: OwnerId, stage: Stage) -> None:
+    """End the sequence in the engine, in whatever state it is, and let its blocks go."""
+    engine.cancel(owner, CancelledByCallerError("the call ended", where=Where(stage=stage)))
 
 
 def _remaining(call: rpc.Call) -> float:

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.errors import ConfigError, InternalError, KvferryError, ProtocolError, Where
+from kvferry.errors import ConfigError, InternalError, KvferryError, PeerUnavailableError, ProtocolError, Where
 from kvferry.proto.codec.errors import from_rpc_error, to_status
 
 __all__ = ["Call", "Handler", "Rpc", "Wire", "bind", "call", "connect", "new_server", "send", "serve", "stream"]
@@ -102,8 +102,8 @@ async def call(channel: grpc.aio.Channel, rpc: Rpc[Q, A], request: Q, timeout: f
     multi = channel.unary_unary(rpc.path, _serialize, rpc.response.message.FromString)
     try:
         answer = await multi(rpc.request.write(request), timeout=timeout)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, rpc.method, peer) from error
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+        raise _failure(error, rpc.method, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
 
 
@@ -112,14 +112,16 @@ async def stream(
 ) -> AsyncGenerator[A, None]:
     """Server-streaming call; closing the iterator early cancels the call. Raises as :func:`call` does."""
     multi = channel.unary_stream(rpc.path, _serialize, rpc.response.message.FromString)
-    running = multi(rpc.request.write(request), timeout=timeout)
+    running = None
     try:
+        running = multi(rpc.request.write(request), timeout=timeout)
         async for answer in running:
             yield _read(rpc.response, answer, rpc.method, peer)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, rpc.method, peer) from error
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+        raise _failure(error, rpc.method, peer) from error
     finally:
-        running.cancel()
+        if running is not None:
+            running.cancel()
 
 
 async def send(channel: grpc.aio.Channel, rpc: Rpc[Q, A], requests: AsyncIterator[Q], timeout: float, peer: str) -> A:
@@ -127,8 +129,8 @@ async def send(channel: grpc.aio.Channel, rpc: Rpc[Q, A], requests: AsyncIterato
     multi = channel.stream_unary(rpc.path, _serialize, rpc.response.message.FromString)
     try:
         answer = await multi((rpc.request.write(request) async for request in requests), timeout=timeout)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, rpc.method, peer) from error
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+        raise _failure(error, rpc.method, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
 
 
@@ -210,6 +212,13 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], rpc: Rpc[Any, Any]
         error = InternalError(f"{rpc.method} failed", why=f"{type(error).__name__}: {error}", hint="Please report this.")
     await context.abort_with_status(to_status(error))
     raise asyncio.CancelledError  # abort_with_status has raised already; this tells the type checker
+
+
+def _failure(error: grpc.aio.AioRpcError | grpc.aio.UsageError, method: str, peer: str) -> KvferryError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_rpc_error(error, method, peer)
+    # What grpc says of a call on a channel that was closed meanwhile: the tie to the peer had been given up.
+    return PeerUnavailableError(f"{method} did not reach its peer", where=Where(peer=peer), why=str(error))
 
 
 def _serialize(message: Message) -> bytes:
