@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 ANNOUNCE_SECONDS = 1.0
 TTL_SECONDS = 3.0
 _FIRST_RETRY_SECONDS = 0.1
+_WITHDRAW_SECONDS = 0.5
 
 
 class Announcer:
@@ -59,6 +60,7 @@ class Announcer:
     async def withdraw(self) -> None:
         """Take this node off the list. A directory that cannot be reached forgets it by itself."""
         try:
-            await self._directory.withdraw(self._describe().address)
-        except KvferryError as error:
+            async with asyncio.timeout(_WITHDRAW_SECONDS):
+                await self._directory.withdraw(self._describe().address)
+        except (KvferryError, TimeoutError) as error:
             log.info("not withdrawn, the entry will expire: %s", error)
