@@ -23,6 +23,7 @@ from kvferry.types import Role
 
 __all__ = [
     "ENV_PREFIX",
+    "BenchConfig",
     "DaemonConfig",
     "DemoConfig",
     "PathPolicy",
@@ -156,6 +157,20 @@ class DemoConfig(UpConfig):
 
     port: int = option(0, "port of the HTTP front; 0 takes a free one")
     json: bool = option(False, "print the table as JSON")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(parse_size(part) for part in text.split(","))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig(Common):
+    """``kvferry bench transfer``"""
+
+    sizes: tuple[int, ...] = option((4096, 65536, 1 << 20), "page sizes, for example 4KiB,64KiB,1MiB", _sizes)
+    total: int = option(parse_size("64MiB"), "bytes a transfer", parse_size)
+    rounds: int = option(5, "rounds, each with one transfer of every size by every path")
+    json: bool = option(False, "print rows as JSON")
 
 
 def parse(cls: type[C], argv: Sequence[str], environ: Mapping[str, str] | None = None, *, prog: str, examples: str = "") -> C:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry import __version__
 from kvferry.cli.status import EXIT_INTERRUPTED, EXIT_USER, exit_status
-from kvferry.config import DaemonConfig, DemoConfig, RouterConfig, UpConfig, WorkerConfig, parse
+from kvferry.config import BenchConfig, DaemonConfig, DemoConfig, RouterConfig, UpConfig, WorkerConfig, parse
 from kvferry.errors import KvferryError
 
 __all__ = ["main"]
@@ -73,6 +73,14 @@ def _demo(arguments: Sequence[str]) -> int:
     return run(parse(DemoConfig, arguments, prog="kvferry demo", examples="example: kvferry demo --path tcp"))
 
 
+def _bench(arguments: Sequence[str]) -> int:
+    from kvferry.cli.bench import run
+
+    if arguments and arguments[0] == "transfer":
+        arguments = arguments[1:]
+    return run(parse(BenchConfig, arguments, prog="kvferry bench transfer", examples="example: kvferry bench transfer --json"))
+
+
 def _router(arguments: Sequence[str]) -> int:
     from kvferry.router.main import run
 
@@ -107,6 +115,7 @@ _WORKER_EXAMPLES = """example:
 _COMMANDS = {
     "up": Command("run router, daemons and workers on this machine until Ctrl-C", _up),
     "demo": Command("run a cluster, send it two requests, compare with the undivided model", _demo),
+    "bench": Command("measure transfers between two processes on this machine", _bench),
     "router": Command("the HTTP front of a cluster", _router),
     "daemon": Command("the sidecar beside one worker: memory, blocks, transfers", _daemon),
     "worker": Command("the reference torch engine, for prefill, decode or both", _worker),
