@@ -1,0 +1,111 @@
+"""Tokenizers of the models that workers serve, loaded from the workers' model directories, used in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvferry.errors import InvalidRequestError, ModelFilesError
+from kvferry.node import WorkerInfo
+from kvferry.router.schema import Message
+
+__all__ = ["ModelText", "Tokenizers", "load"]
+
+log = logging.getLogger(__name__)
+
+
+class ModelText:
+    """One model's tokenizer and chat template. Methods are thread-safe; ``prompt``s may take long, the others do not."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._fast = tokenizer.backend_tokenizer
+        # Both are state that calls would share between threads; neither is ever wanted here.
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.tokens: int = len(tokenizer)
+        self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+
+    def completion_prompt(self, text: str, limit: int) -> tuple[int, ...]:
+        """Ids of a plain prompt, with what the model puts at the start of a text.
+
+        Raises InvalidRequestError, cheaply, where the text is sure to have more than ``limit`` tokens.
+        """
+        return self._encode(text, limit, "prompt", add_special_tokens=True)
+
+    def chat_prompt(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
+        """Ids of a conversation in the model's own form, up to where the assistant speaks. Raises as above."""
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError(
+                "messages: the model has no chat template", hint="Send a plain prompt to /v1/completions.", field="messages"
+            )
+        conversation = [message.model_dump() for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequestError(
+                "messages: the model's chat template refuses the conversation", why=str(error), field="messages"
+            ) from error
+        return self._encode(text, limit, "messages", add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        text: str = self._fast.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def shown(self, token_id: int) -> str:
+        """Text of one token, special or not, for log probabilities."""
+        text: str = self._fast.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def _encode(self, text: str, limit: int, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        at_least = len(text.encode()) // (4 * self._longest_token)
+        if at_least > limit:
+            raise InvalidRequestError(
+                f"{field}: has at least {at_least} tokens, but the model's context is {limit} tokens", field=field
+            )
+        # Unlike encode, encode_batch lets other threads run meanwhile.
+        ids = tuple(self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        if not ids:
+            raise InvalidRequestError(f"{field}: must not be empty", why="it has no tokens", field=field)
+        return ids
+
+
+def load(model_dir: Path) -> ModelText:
+    """Read a tokenizer from files on this machine; nothing is fetched. Raises ModelFilesError."""
+    # Takes seconds to import, which the router does not wait for at its start.
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if not model_dir.is_dir():
+        raise ModelFilesError(f"there is no model directory {model_dir}", hint="Routers need the tokenizer at the workers' path.")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelFilesError(f"the tokenizer in {model_dir} cannot be loaded", why=str(error)) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelFilesError(f"the tokenizer in {model_dir} is of a kind that is not supported", hint="Add a tokenizer.json.")
+    return ModelText(tokenizer)
+
+
+class Tokenizers:
+    """One :class:`ModelText` a model, loaded once, in a thread; a failure is not kept."""
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[str, str], asyncio.Task[ModelText]] = {}
+
+    async def of(self, worker: WorkerInfo) -> ModelText:
+        """The text side of the model that ``worker`` serves. Raises ModelFilesError."""
+        key = (worker.model_dir, worker.fingerprint.revision)
+        task = self._loads.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.create_task(asyncio.to_thread(load, Path(worker.model_dir)))
+            self._loads[key] = task
+            log.info("loading the tokenizer of %s from %s", worker.model, worker.model_dir)
+        # Shielded: a client that leaves must not take the tokenizer from the others.
+        return await asyncio.shield(task)
