@@ -79,6 +79,10 @@ def _tokenizer(context: int) -> PreTrainedTokenizerFast:
     wrap: Any = PreTrainedTokenizerFast  # untyped
     special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     wrapped: PreTrainedTokenizerFast = wrap(
-        tokenizer_object=tokenizer, model_max_length=context, chat_template=_CHAT_TEMPLATE, **special
+        tokenizer_object=tokenizer,
+        model_max_length=context,
+        model_input_names=["input_ids", "attention_mask"],
+        chat_template=_CHAT_TEMPLATE,
+        **special,
     )
     return wrapped

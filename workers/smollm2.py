@@ -279,6 +279,7 @@ def _write_tokenizer(metadata: _Metadata, directory: Path) -> None:
             "pad_token": metadata.token("padding"),
             "unk_token": metadata.token("unknown"),
             "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": metadata["llama.context_length"],
             "chat_template": metadata["tokenizer.chat_template"],
         },
