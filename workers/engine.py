@@ -345,8 +345,8 @@ class Engine:
     def _answer(self, sequence: Sequence, logits: torch.Tensor) -> None:
         token = sample(logits, sequence.sampling, len(sequence.token_ids))
         finish = sequence.finish_with(token.token_id, self._model.eos_token_ids, self._limits.context)
-        sequence.take(token.token_id, finish)
         sequence.listener.on_token(replace(token, finish=finish), sequence.cached_tokens)
+        sequence.take(token.token_id, finish)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,10 @@ ATTENTION = "kvferry_paged"
 
 _STEP = "kvferry_step"  # the keyword by which a step travels through the model to each attention layer
 
-# What a layer may pass beside the tensors without changing what attention computes, or is honoured here.
-_KNOWN_OPTIONS = frozenset({_STEP, "dropout", "scaling", "sliding_window", "position_ids", "cache_position", "use_cache"})
+# What a layer may pass beside the tensors: honoured here, or nothing to attention.
+_KNOWN_OPTIONS = frozenset(
+    {_STEP, "dropout", "scaling", "sliding_window", "position_ids", "cache_position", "use_cache", "output_router_logits"}
+)
 
 
 @dataclass(frozen=True, slots=True)

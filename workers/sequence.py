@@ -27,7 +27,7 @@ class Listener(Protocol):
     The last call is on_error, or on_token with the token that finishes (any token, for prefill).
     """
 
-    def on_blocks(self, blocks: Collection[BlockId]) -> None:
+    def on_blocks(self, blocks: tuple[BlockId, ...]) -> None:
         """Prefill only: the blocks it holds, in token order, before anything is written to them."""
 
     def on_pages(self, pages: PagesReady) -> None:

@@ -14,7 +14,7 @@ from kvferry.workers.paged_attention import ATTENTION
 from tests.tiny_models import tiny_llama, tiny_qwen3
 
 _KINDS = {
-    "llama": lambda path: tiny_llama(path),
+    "llama": tiny_llama,
     "llama-mqa": lambda path: tiny_llama(path, 1, num_key_value_heads=1),
     "llama-mha": lambda path: tiny_llama(path, 2, num_key_value_heads=4),
     "qwen3": lambda path: tiny_qwen3(path, 3),

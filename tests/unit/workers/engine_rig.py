@@ -1,9 +1,8 @@
-"""What engine tests stand on: an obvious block pool, a listener that records, and an engine over an arena of its own."""
+"""What engine tests stand on: the block pool, a listener that records, and an engine over an arena of its own."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,83 +11,59 @@ from numpy.typing import NDArray
 
 from kvferry.clock import ManualClock
 from kvferry.control import Acquired, DecodeWork, PrefillWork
-from kvferry.errors import KvferryError, OutOfBlocksError
+from kvferry.errors import CancelledByCallerError, KvferryError
 from kvferry.generation import SamplingParams, Token
 from kvferry.handoff import PagesReady
-from kvferry.keys import BlockKey, Fingerprint, Namespace
+from kvferry.keys import BlockKey, Fingerprint, Namespace, block_keys
+from kvferry.kvstore.pool import BlockPool
 from kvferry.layout import Layout
 from kvferry.types import BlockId, Epoch, GrantId, OwnerId, RequestId, decode_owner
 from kvferry.workers.engine import Engine, EngineLimits
 from kvferry.workers.kv_cache import KvCache, layout_of
 from kvferry.workers.models import LoadedModel
-from kvferry.workers.sequence import Listener
+from tests.tiny_models import EOS, VOCAB_SIZE
 
 FINGERPRINT = Fingerprint(model="tiny", revision="0", dtype="float64")
 _NUMPY = {"float64": np.float64, "float32": np.float32}
 
 
-class ObviousPool:
-    """Blocks by owner, shared by key, handed out in a random order so that no block table is a plain range."""
+class Blocks:
+    """The daemon's block pool without the daemon. Scrambled, so that no block table is a plain range; and it can be broken."""
 
-    def __init__(self, blocks: int, seed: int = 0) -> None:
-        self.blocks = blocks
-        self.held: dict[OwnerId, list[BlockId]] = {}
-        self.by_key: dict[BlockKey, BlockId] = {}
-        self.refuse: KvferryError | None = None
-        self._random = random.Random(seed)
+    def __init__(self, blocks: int, seed: int) -> None:
+        self.pool = BlockPool(blocks)
+        self.broken: Exception | None = None
+        one_each = [OwnerId(str(block)) for block in range(blocks)]
+        for owner in one_each:
+            self.acquire(owner, [], 1)
+        random.Random(seed).shuffle(one_each)
+        for owner in one_each:
+            self.release(owner)
 
     @property
     def free(self) -> int:
-        return self.blocks - len({block for blocks in self.held.values() for block in blocks})
+        self.pool.check_invariants()
+        return self.pool.counts().free
 
     def acquire(self, owner: OwnerId, keys: Sequence[BlockKey], blocks: int) -> Acquired:
         self._check()
-        assert owner not in self.held
-        shared = []
-        for key in keys:
-            if key not in self.by_key:
-                break
-            shared.append(self.by_key[key])
-        self.held[owner] = shared
-        try:
-            fresh = self._take(blocks - len(shared))
-        except OutOfBlocksError:
-            del self.held[owner]
-            raise
-        self.held[owner] = [*shared, *fresh]
-        return Acquired(tuple(self.held[owner]), len(shared))
+        return self.pool.acquire(owner, keys, blocks, None, 0.0)
 
     def extend(self, owner: OwnerId, blocks: int) -> tuple[BlockId, ...]:
         self._check()
-        fresh = self._take(blocks)
-        self.held[owner] += fresh
-        return tuple(fresh)
+        return self.pool.extend(owner, blocks)
 
     def seal(self, owner: OwnerId, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
         self._check()
-        for block, key in zip(blocks, keys, strict=True):
-            assert block in self.held[owner]
-            self.by_key.setdefault(key, block)
+        self.pool.seal(owner, blocks, keys)
 
     def release(self, owner: OwnerId) -> None:
         self._check()
-        self.held.pop(owner, None)
-
-    def _take(self, count: int) -> list[BlockId]:
-        used = Counter(block for blocks in self.held.values() for block in blocks)
-        free = [BlockId(block) for block in range(self.blocks) if not used[BlockId(block)]]
-        if count > len(free):
-            raise OutOfBlocksError(f"{count} of {len(free)}")
-        self._random.shuffle(free)
-        known = set(self.by_key.values())
-        free.sort(key=lambda block: block in known)  # cached content goes last
-        taken = free[:count]
-        self.by_key = {key: block for key, block in self.by_key.items() if block not in taken}
-        return taken
+        self.pool.release(owner)
 
     def _check(self) -> None:
-        if self.refuse is not None:
-            raise self.refuse
+        if self.broken is not None:
+            raise self.broken
 
 
 class Recorder:
@@ -109,10 +84,10 @@ class Recorder:
     def over(self) -> bool:
         return self.error is not None or bool(self.tokens and self.tokens[-1].finish)
 
-    def on_blocks(self, blocks: Sequence[BlockId]) -> None:
+    def on_blocks(self, blocks: tuple[BlockId, ...]) -> None:
         assert not self.blocks
         assert not self.over
-        self.blocks = tuple(blocks)
+        self.blocks = blocks
 
     def on_pages(self, pages: PagesReady) -> None:
         assert self.blocks
@@ -138,10 +113,10 @@ class Rig:
     ) -> None:  # fmt: skip
         self.model = model
         self.layout, self.arena = _arena(layout_of(model, block_tokens), blocks)
-        self.pool = ObviousPool(blocks, seed)
+        self.blocks = Blocks(blocks, seed)
         self.clock = ManualClock()
         limits = EngineLimits(chunk_tokens=chunk_tokens, max_sequences=max_sequences, context=context)
-        self.engine = Engine(model, KvCache(self.layout, memoryview(self.arena)), self.pool, limits, FINGERPRINT, self.clock)
+        self.engine = Engine(model, KvCache(self.layout, memoryview(self.arena)), self.blocks, limits, FINGERPRINT, self.clock)
 
     @property
     def tokens(self) -> NDArray[np.float64]:
@@ -150,11 +125,11 @@ class Rig:
         return numbers
 
     def prefill(
-        self, name: str, prompt: Sequence[int], params: SamplingParams, listener: Listener | None = None, namespace: str = ""
+        self, name: str, prompt: Sequence[int], params: SamplingParams, listener: Recorder | None = None, namespace: str = ""
     ) -> Recorder:
         recorder = listener or Recorder()
         self.engine.prefill(PrefillWork(RequestId(name), Namespace(namespace), tuple(prompt), params, None), recorder)
-        return recorder  # type: ignore[return-value]
+        return recorder
 
     def decode(
         self, name: str, prompt: Sequence[int], first: Sequence[int], params: SamplingParams, blocks: Sequence[BlockId]
@@ -165,9 +140,13 @@ class Rig:
         self.engine.decode(work, blocks, recorder)
         return recorder
 
-    def hold(self, name: str, prompt: Sequence[int]) -> tuple[BlockId, ...]:
+    def hold(self, name: str, prompt: Sequence[int]) -> Acquired:
         """Blocks for a prompt that comes from elsewhere, as a grant gives them."""
-        return self.pool.acquire(decode_owner(RequestId(name)), [], self.layout.blocks_for(len(prompt))).blocks
+        keys = block_keys(Namespace(""), FINGERPRINT, self.layout.block_tokens, prompt)
+        return self.blocks.acquire(decode_owner(RequestId(name)), keys, self.layout.blocks_for(len(prompt)))
+
+    def cancel(self, owner: OwnerId) -> None:
+        self.engine.cancel(owner, CancelledByCallerError("given up"))
 
     def run(self) -> None:
         """Step until there is nothing to do, the clock moving on between steps."""
@@ -184,16 +163,16 @@ def _arena(layout: Layout, blocks: int) -> tuple[Layout, NDArray[np.uint8]]:
 class Carrier(Recorder):
     """Copies pages to another rig the moment they are announced, token by token."""
 
-    def __init__(self, source: Rig, target: Rig, target_blocks: Sequence[BlockId]) -> None:
+    def __init__(self, source: Rig, target: Rig, target_blocks: Sequence[BlockId], present: int = 0) -> None:
         super().__init__()
-        self._source, self._target, self._target_blocks = source, target, target_blocks
+        self._source, self._target, self.target_blocks, self._present = source, target, target_blocks, present
 
     def on_pages(self, pages: PagesReady) -> None:
         super().on_pages(pages)
         ours, theirs = self._source.layout.block_tokens, self._target.layout.block_tokens
         layers = slice(pages.first_layer, pages.first_layer + pages.layers)
-        for token in range(pages.first_token, pages.first_token + pages.tokens):
-            self._target.tokens[layers, :, self._target_blocks[token // theirs], token % theirs] = self._source.tokens[
+        for token in range(max(pages.first_token, self._present), pages.first_token + pages.tokens):
+            self._target.tokens[layers, :, self.target_blocks[token // theirs], token % theirs] = self._source.tokens[
                 layers, :, self.blocks[token // ours], token % ours
             ]
 
@@ -202,14 +181,15 @@ def split(source: Rig, target: Rig, prompts: dict[str, list[int]], params: dict[
     """Prefill on one engine, decode on the other, all requests at once; the tokens each got."""
     carriers = {}
     for name, prompt in prompts.items():
-        carriers[name] = Carrier(source, target, target.hold(name, prompt))
+        held = target.hold(name, prompt)
+        carriers[name] = Carrier(source, target, held.blocks, held.cached_blocks * target.layout.block_tokens)
         source.prefill(name, prompt, params[name], carriers[name])
     source.run()
     for name, carrier in carriers.items():
         if carrier.over:
-            target.pool.release(decode_owner(RequestId(name)))  # nothing is left to decode
+            target.blocks.release(decode_owner(RequestId(name)))  # nothing is left to decode
     decoded = {
-        name: target.decode(name, prompts[name], carrier.ids, params[name], target.pool.held[decode_owner(RequestId(name))])
+        name: target.decode(name, prompts[name], carrier.ids, params[name], carrier.target_blocks)
         for name, carrier in carriers.items()
         if not carrier.over
     }
@@ -217,17 +197,27 @@ def split(source: Rig, target: Rig, prompts: dict[str, list[int]], params: dict[
     return {name: carrier.ids + (decoded[name].ids if name in decoded else []) for name, carrier in carriers.items()}
 
 
-def generate(model: LoadedModel, prompt: Sequence[int], max_tokens: int, eos: Sequence[int] | None = None) -> list[int]:
+def generate(model: LoadedModel, prompt: Sequence[int], max_tokens: int, eos: Sequence[int] = (EOS,)) -> list[int]:
     """What transformers itself generates greedily from a prompt, EOS included."""
     ids = torch.tensor([list(prompt)])
-    eos = sorted(model.eos_token_ids) if eos is None else list(eos)
     output = model.model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=max_tokens,
-        eos_token_id=eos or None,
+        eos_token_id=list(eos),
         pad_token_id=0,
     )
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
+
+
+def next_logits(model: LoadedModel, ids: Sequence[int]) -> torch.Tensor:
+    """Logits after a whole sequence, computed by transformers at once; ``[vocab]``."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model.model(input_ids=torch.tensor([list(ids)])).logits[0, -1]
+    return logits
+
+
+def prompt_of(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(tokens)]
