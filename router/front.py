@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -201,11 +200,14 @@ class _Exchange:
         )
         run = self._run = Run(job, self._front.dispatcher, lambda: TextStream(text.decode, body.stop))
         kind = ChatReply if isinstance(body, ChatBody) else CompletionReply
-        reply = kind(self.id, body.model, int(time.time()), text.shown, job.sampling.top_logprobs is not None)
+        logprobs = job.sampling.top_logprobs is not None
+        reply = kind(self.id, body.model, int(time.time()), text.shown, logprobs, body.return_token_ids)
+        prompt_ids_shown = {"prompt_token_ids": prompt} if body.return_token_ids else {}
         if body.stream:
-            await self._stream(run, reply, bool(body.stream_options and body.stream_options.include_usage))
+            include_usage = bool(body.stream_options and body.stream_options.include_usage)
+            await self._stream(run, reply, prompt_ids_shown, include_usage, reports_tokens=logprobs or body.return_token_ids)
         else:
-            await self._whole(run, reply)
+            await self._whole(run, reply, prompt_ids_shown)
 
     def _worker(self, model: str) -> WorkerInfo:
         members = self._front.dispatcher.cluster.members
@@ -218,7 +220,7 @@ class _Exchange:
             f"model: there is no model {model!r}", hint="This router serves " + ", ".join(members.models()) + ".", field="model"
         )
 
-    async def _whole(self, run: Run, reply: Reply) -> None:
+    async def _whole(self, run: Run, reply: Reply, extra: dict[str, Any]) -> None:
         texts: list[str] = []
         tokens: list[Token] = []
         finish = FinishReason.LENGTH
@@ -228,11 +230,14 @@ class _Exchange:
                 texts.append(piece.text)
                 tokens.append(piece.token)
                 finish = piece.finish or finish
-        body = {**reply.body("".join(texts), tokens, finish), "usage": usage(run), "kvferry": extension(run)}
+        body = {**reply.body("".join(texts), tokens, finish), **extra, "usage": usage(run), "kvferry": extension(run)}
         await self._respond(JSONResponse(body, headers={"x-request-id": self.id}))
 
-    async def _stream(self, run: Run, reply: Reply, include_usage: bool) -> None:
-        """Chunks as tokens come. The response starts with the first token, so that what fails before has its own status."""
+    async def _stream(self, run: Run, reply: Reply, first: dict[str, Any], include_usage: bool, *, reports_tokens: bool) -> None:
+        """Chunks as tokens come; ``first`` is part of the first one.
+
+        The response starts with the first token, so that what fails before has its own status.
+        """
         unseen: list[Token] = []
         finish: FinishReason | None = None
         with_usage = {"usage": None} if include_usage else {}
@@ -243,20 +248,19 @@ class _Exchange:
                     await self._start_stream()
                     opening = reply.opening()
                     if opening is not None:
-                        await self._event({**opening, **with_usage})
+                        await self._event({**opening, **first, **with_usage})
+                        first = {}
                 unseen.append(piece.token)
                 finish = piece.finish
                 if piece.text:
-                    await self._event({**reply.chunk(piece.text, unseen, None), **with_usage})
-                    unseen = []
-        closing = {**reply.chunk("", self._with_logprobs(run, unseen), finish or FinishReason.LENGTH), **with_usage}
+                    await self._event({**reply.chunk(piece.text, unseen, None), **first, **with_usage})
+                    unseen, first = [], {}
+        rest = unseen if reports_tokens else ()
+        closing = {**reply.chunk("", rest, finish or FinishReason.LENGTH), **first, **with_usage}
         await self._event({**closing, "kvferry": extension(run)})
         if include_usage:
             await self._event({**reply.last_chunk(), "usage": usage(run)})
         await self._end_stream()
-
-    def _with_logprobs(self, run: Run, tokens: Sequence[Token]) -> Sequence[Token]:
-        return tokens if run.job.sampling.top_logprobs is not None else ()
 
     async def _start_stream(self) -> None:
         self._started = True

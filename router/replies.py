@@ -63,9 +63,15 @@ def extension(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
+    """What all chunks of an answer share. ``token_ids``: whether choices show the ids of their tokens."""
+
     id: str
     model: str
     created: int
+    token_ids: bool
+
+    def ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {"token_ids": [token.token_id for token in tokens]} if self.token_ids else {}
 
     def of(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -74,8 +80,8 @@ class _Head:
 class ChatReply:
     """``/v1/chat/completions``"""
 
-    def __init__(self, id_: str, model: str, created: int, shown: Shown, logprobs: bool) -> None:
-        self._head = _Head(id_, model, created)
+    def __init__(self, id_: str, model: str, created: int, shown: Shown, logprobs: bool, token_ids: bool) -> None:
+        self._head = _Head(id_, model, created, token_ids)
         self._shown = shown
         self._logprobs = logprobs
 
@@ -94,6 +100,7 @@ class ChatReply:
             "message": {"role": "assistant", "content": text},
             "logprobs": self._shown_logprobs(tokens),
             "finish_reason": finish.value,
+            **self._head.ids(tokens),
         }
         return self._head.of("chat.completion", [choice])
 
@@ -103,6 +110,7 @@ class ChatReply:
             "delta": delta,
             "logprobs": self._shown_logprobs(tokens) if tokens else None,
             "finish_reason": finish.value if finish else None,
+            **self._head.ids(tokens),
         }
         return self._head.of("chat.completion.chunk", [choice])
 
@@ -126,8 +134,8 @@ class ChatReply:
 class CompletionReply:
     """``/v1/completions``"""
 
-    def __init__(self, id_: str, model: str, created: int, shown: Shown, logprobs: bool) -> None:
-        self._head = _Head(id_, model, created)
+    def __init__(self, id_: str, model: str, created: int, shown: Shown, logprobs: bool, token_ids: bool) -> None:
+        self._head = _Head(id_, model, created, token_ids)
         self._shown = shown
         self._logprobs = logprobs
         self._offset = 0
@@ -150,6 +158,7 @@ class CompletionReply:
             "text": text,
             "logprobs": self._shown_logprobs(tokens),
             "finish_reason": finish.value if finish else None,
+            **self._head.ids(tokens),
         }
 
     def _shown_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:

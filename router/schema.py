@@ -121,6 +121,7 @@ class _Body(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_read_stop)] = ()
     ignore_eos: bool | None = None
+    return_token_ids: bool = False
     user: str | None = None
     kv_namespace: Annotated[str, Field(max_length=MAX_NAMESPACE)] | None = None
     presence_penalty: float | None = None
