@@ -11,7 +11,7 @@ from kvferry.node import Holding, NodeStatus, WorkerInfo
 from kvferry.router.members import Membership, PairState, PairStatus
 from kvferry.router.probe import PROBE_PREFIX
 from kvferry.router.watch import Answer
-from kvferry.types import NodeAddress, PoolCounts
+from kvferry.types import NodeAddress, PoolCounts, Role
 
 __all__ = ["readiness", "state"]
 
@@ -56,15 +56,29 @@ def state(
         if status.state is PairState.READY
         for address in (status.pair.prefill.address, status.pair.decode.address)
     }
+    unpaired = {address for entry in members.incompatible() for address in (entry.prefill.address, entry.decode.address)} - {
+        address for status in statuses for address in (status.pair.prefill.address, status.pair.decode.address)
+    }
+    nodes = []
+    for answer in sorted(answers, key=_place):
+        address = answer.node.address
+        standing = "ready" if address in ready else "incompatible" if address in unpaired else "not ready"
+        nodes.append(_node(answer, standing, load(address)))
     return {
         "requests_running": requests_running,
-        "nodes": [_node(answer, answer.node.address in ready, load(answer.node.address)) for answer in answers],
+        "nodes": nodes,
         "handoffs": _handoffs(answer.status for answer in answers),
         **readiness(members, directory_error),
     }
 
 
-def _node(answer: Answer, ready: bool, load: int) -> dict[str, Any]:
+def _place(answer: Answer) -> tuple[int, str]:
+    """Prefill before decode, as the KV goes."""
+    role = answer.node.worker.role if answer.node.worker else None
+    return ((Role.PREFILL, Role.BOTH, Role.DECODE, None).index(role), answer.node.address.node)
+
+
+def _node(answer: Answer, standing: str, load: int) -> dict[str, Any]:
     node = answer.node
     status = answer.status if isinstance(answer.status, NodeStatus) else None
     # A worker that has just attached shows in the daemon's own answer, with its sized pool, before it does in the listing.
@@ -73,7 +87,7 @@ def _node(answer: Answer, ready: bool, load: int) -> dict[str, Any]:
         "node": node.address.node,
         "incarnation": node.address.incarnation,
         "control": node.control,
-        "state": "no answer" if status is None else "no worker" if worker is None else "ready" if ready else "not ready",
+        "state": "no answer" if status is None else "no worker" if worker is None else standing,
         "error": None if status else _text(answer.status),
         "requests": load,
         "worker": _worker(worker) if worker else None,

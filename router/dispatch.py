@@ -73,6 +73,12 @@ class Dispatcher:
         task.add_done_callback(self._background.discard)
         return task
 
+    def count_handoff(self, report: HandoffReport) -> None:
+        path = report.path.value
+        self.metrics.counter("handoffs").labels(path, "complete").inc()
+        self.metrics.counter("handoff_bytes").labels(path).inc(report.bytes)
+        self.metrics.histogram("handoff_seconds").labels(path).observe(report.transfer_seconds)
+
     async def close(self) -> None:
         """Wait until what goes on in the background is done; it is bounded by short timeouts."""
         while self._background:
@@ -182,6 +188,10 @@ class Run:
             self._ticket, self._untaken = value, None
         if isinstance(event, steps.Reported):
             self.report = value
+            self._dispatcher.count_handoff(value)
+        if isinstance(event, steps.Failed) and event.error.where.stage is Stage.HANDOFF:
+            path = event.error.where.path
+            self._dispatcher.metrics.counter("handoffs").labels(path.value if path else "unknown", "failed").inc()
         return event
 
     def _do(self, commands: list[steps.Command]) -> None:

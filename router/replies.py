@@ -12,8 +12,8 @@ from kvferry.router.dispatch import Run
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "extension", "usage"]
 
-Shown = Callable[[int], str]
-"""Text of one token id, for log probabilities."""
+Shown = Callable[[int], tuple[str, bytes | None]]
+"""Text and bytes of one token id, for log probabilities."""
 
 # JSON has no infinity; OpenAI's API shows an impossible token so.
 _IMPOSSIBLE = -9999.0
@@ -127,8 +127,8 @@ class ChatReply:
         return {"content": content}
 
     def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._shown(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        text, raw = self._shown(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if raw is None else list(raw)}
 
 
 class CompletionReply:
@@ -164,7 +164,7 @@ class CompletionReply:
     def _shown_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self._logprobs or not tokens:
             return None
-        texts = [self._shown(token.token_id) for token in tokens]
+        texts = [self._shown(token.token_id)[0] for token in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offset)
@@ -177,7 +177,7 @@ class CompletionReply:
         }
 
     def _alternatives(self, token: Token) -> dict[str, float | None]:
-        return {self._shown(entry.token_id): _finite(entry.logprob) for entry in token.top}
+        return {self._shown(entry.token_id)[0]: _finite(entry.logprob) for entry in token.top}
 
 
 def _finite(logprob: float | None) -> float | None:

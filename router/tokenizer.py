@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from kvferry.router.schema import Message
 __all__ = ["ModelText", "Tokenizers", "load"]
 
 log = logging.getLogger(__name__)
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ModelText:
@@ -58,10 +61,16 @@ class ModelText:
         text: str = self._fast.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def shown(self, token_id: int) -> str:
-        """Text of one token, special or not, for log probabilities."""
+    def shown(self, token_id: int) -> tuple[str, bytes | None]:
+        """One token, special or not, for log probabilities: its text and its bytes.
+
+        A token that is no whole text is shown as ``bytes:\\xe4\\xbd``; the bytes are None where they cannot be told.
+        """
         text: str = self._fast.decode([token_id], skip_special_tokens=False)
-        return text
+        if _REPLACEMENT not in text:
+            return text, text.encode()
+        raw = _raw_bytes(self._fast.id_to_token(token_id) or "")
+        return ("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw) if raw else (text, None)
 
     def _encode(self, text: str, limit: int, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         at_least = len(text.encode()) // (4 * self._longest_token)
@@ -74,6 +83,25 @@ class ModelText:
         if not ids:
             raise InvalidRequestError(f"{field}: must not be empty", why="it has no tokens", field=field)
         return ids
+
+
+def _raw_bytes(token: str) -> bytes | None:
+    """Bytes of a vocabulary entry: one character a byte (byte-level BPE), or <0xE4> (byte fallback)."""
+    fallback = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
+    if fallback:
+        return bytes.fromhex(fallback[1])
+    found = [_BYTE_OF.get(character) for character in token]
+    return None if None in found else bytes(byte for byte in found if byte is not None)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes a printable byte as itself and the others, in order, as the characters from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
 
 
 def load(model_dir: Path) -> ModelText:

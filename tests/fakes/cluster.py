@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kvferry.kvstore.directory import EmbeddedDirectory
 from kvferry.router.main import Router
 from tests.fakes.node import FakeNode
 
-__all__ = ["FakeCluster", "eventually", "serving"]
+__all__ = ["FakeCluster", "eventually", "serving", "stream_events"]
 
 
 @dataclass
@@ -41,8 +42,21 @@ class FakeCluster:
         messages = [{"role": "user", "content": text}]
         return await self.http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **body})
 
+    async def idle(self, nodes: Sequence[FakeNode], seconds: float = 10.0) -> float:
+        """Wait until no node has anything of any request."""
+        return await eventually(lambda: not any(node.busy for node in nodes), "all nodes are idle", seconds)
+
     async def metrics(self) -> str:
         return (await self.http.get("/metrics")).text
+
+
+def stream_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The data events of a well-formed stream, without the [DONE] that ends it."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    lines = [part for part in response.text.split("\n\n") if part]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 async def eventually(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> float:
