@@ -57,6 +57,7 @@ class Node:
     control: str = ""
     changed: Callable[[], None] = lambda: None
     _life: PoolLife | None = None
+    _closing: asyncio.Task[None] | None = None
     _attendance: Attendance | None = None
     _waiters: dict[GrantId, set[asyncio.Event]] = field(default_factory=lambda: defaultdict(set))
 
@@ -183,8 +184,11 @@ class Node:
         if self._life is not None and self._life.serves(layout, fingerprint):
             return
         if self._life is not None:
-            old, self._life = self._life, None
-            await asyncio.to_thread(old.close)
+            self._closing = asyncio.create_task(asyncio.to_thread(self._life.close))
+            self._life = None
+        if self._closing is not None:  # whoever gives up waiting leaves it to the next worker to wait for
+            await asyncio.shield(self._closing)
+            self._closing = None
         loop = asyncio.get_running_loop()
 
         def settled(grant: GrantId) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvferry import logs
 from kvferry.clock import Clock
 from kvferry.control import PushMessage, PushOpen
-from kvferry.errors import CancelledByCallerError, KvferryError, ProtocolError, Stage, Where
+from kvferry.errors import CancelledByCallerError, InternalError, KvferryError, ProtocolError, Stage, Where
 from kvferry.handoff import HandoffOutcome, HandoffRecord, HandoffReport, Ticket
 from kvferry.kvstore.daemon.pool_life import PoolLife
 from kvferry.kvstore.daemon.spans import owed_part
@@ -101,7 +101,8 @@ class Pushes:
 
     async def quiet(self) -> None:
         """Wait until every hand-off that is being given up has ended."""
-        await asyncio.gather(*[live.giving_up for live in self._live.values() if live.giving_up is not None])
+        ending = [live.giving_up for live in self._live.values() if live.giving_up is not None]
+        await asyncio.gather(*ending, return_exceptions=True)
 
     def records(self) -> tuple[HandoffRecord, ...]:
         """Ended hand-offs, newest first, bounded."""
@@ -160,6 +161,10 @@ class Pushes:
         except KvferryError as unopened:
             self._close(live, self._unopened_report(live, unopened), unopened)
             return
+        except BaseException as defect:
+            broken = InternalError("a hand-off could not be opened", where=Where(stage=Stage.HANDOFF), why=repr(defect))
+            self._close(live, self._unopened_report(live, broken), broken)
+            raise
         await asyncio.get_running_loop().run_in_executor(self._threads, handoff.abort, error)
         self._close(live, handoff.report(), error)
 

@@ -91,10 +91,10 @@ def test_a_mount_without_unnamed_files_still_leaves_no_name(tmp_path: Path, monk
 
 
 def test_a_mount_too_small_is_named_with_both_sizes() -> None:
-    room = os.statvfs("/dev/shm")  # noqa: S108
+    room = os.statvfs("/dev/shm")
     asked = room.f_bavail * room.f_frsize + 64 * MIB
     with pytest.raises(MemoryUnavailableError, match=r"needs .* MiB in /dev/shm.*MiB are free.*--pool-bytes.*enlarge the mount"):
-        create_arena(asked, Path("/dev/shm"))  # noqa: S108
+        create_arena(asked, Path("/dev/shm"))
 
 
 def test_more_than_the_machine_has_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +110,13 @@ def test_where_memfd_is_forbidden_an_unnamed_file_in_dev_shm_serves(
     def forbidden(name: str, flags: int) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    before = set(Path("/dev/shm").iterdir())  # noqa: S108
+    before = set(Path("/dev/shm").iterdir())
     monkeypatch.setattr(os, "memfd_create", forbidden)
     arena = create_arena(MIB, None)
     assert arena.kind is ArenaKind.FILE
     assert "memfd_create is not allowed here" in caplog.text
-    assert set(Path("/dev/shm").iterdir()) <= before | {p for p in Path("/dev/shm").iterdir() if "kvferry" not in p.name}  # noqa: S108
+    named = {path for path in Path("/dev/shm").iterdir() if "kvferry" in path.name}
+    assert named <= before
     arena.close()
 
 

@@ -199,7 +199,7 @@ def test_a_worker_s_end_frees_all_but_what_a_peer_still_reads(world: World) -> N
 
 
 def test_failures_are_remembered_within_a_bound(world: World) -> None:
-    first = world.open("first")
+    first = last = world.open("first")
     world.store.revoke(first.grant, first.epoch, LOST)
     for i in range(1100):
         last = world.open(str(i))
