@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from kvferry.workers.models import LoadedModel, load_model
 from kvferry.workers.paged_attention import ATTENTION
 from tests.tiny_models import tiny_llama, tiny_qwen3
 
-_KINDS = {
-    "llama": tiny_llama,
+_KINDS: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda path: tiny_llama(path, 0),
     "llama-mqa": lambda path: tiny_llama(path, 1, num_key_value_heads=1),
     "llama-mha": lambda path: tiny_llama(path, 2, num_key_value_heads=4),
     "qwen3": lambda path: tiny_qwen3(path, 3),

@@ -116,7 +116,7 @@ class Rig:
         self.blocks = Blocks(blocks, seed)
         self.clock = ManualClock()
         limits = EngineLimits(chunk_tokens=chunk_tokens, max_sequences=max_sequences, context=context)
-        self.engine = Engine(model, KvCache(self.layout, memoryview(self.arena)), self.blocks, limits, FINGERPRINT, self.clock)
+        self.engine = Engine(model, KvCache(self.layout, self.arena), self.blocks, limits, FINGERPRINT, self.clock)
 
     @property
     def tokens(self) -> NDArray[np.float64]:

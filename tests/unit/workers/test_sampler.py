@@ -37,7 +37,7 @@ params = st.builds(
 def reference(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The warpers in the order in which transformers' generate applies them."""
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    warped = TemperatureLogitsWarper(params.temperature)(ids, scores.double()[None])
+    warped: torch.Tensor = TemperatureLogitsWarper(params.temperature)(ids, scores.double()[None])
     if params.top_k:
         warped = TopKLogitsWarper(params.top_k)(ids, warped)
     if params.top_p < 1:
