@@ -78,16 +78,16 @@ class Inbound:
 
     def run(self) -> None:
         """Serve until the peer leaves, breaks the protocol or is stopped. Raises nothing."""
-        error: KvferryError
+        error: KvferryError = PeerUnavailableError("the writer closed its connection", where=self._where())
+        level = logging.DEBUG  # writers come and go; what breaks or is refused is news
         try:
             set_options(self._sock)
             self._greet()
             self._serve()
-            error = PeerUnavailableError("the writer closed its connection", where=self._where())
         except OSError as broken:
             error = PeerUnavailableError("the connection of the writer broke", where=self._where(), why=str(broken))
         except KvferryError as refused:
-            error = refused
+            level, error = logging.WARNING, refused
             self._refuse(refused)
         except Exception as defect:  # the thread's edge: nobody else would hear of a defect
             log.exception("a connection failed %s", shown(where=self._where()))
@@ -96,8 +96,8 @@ class Inbound:
             self._sock.close()
             if self._source is not None:
                 self._source.close()
-        level = logging.WARNING if self._begun or isinstance(error, ProtocolError) else logging.DEBUG
-        log.log(level, "connection of a writer ended %s", shown(grants=len(self._begun), error=error))
+        level = logging.WARNING if self._begun else level
+        log.log(level, "connection of a writer ended %s", shown(peer=self._name(), grants=len(self._begun), error=error))
         for grant, epoch in self._begun:
             self._gate.peer_failed(grant, epoch, error)
 
@@ -105,8 +105,11 @@ class Inbound:
         """Make :meth:`run` return soon. From any thread, also after it has returned."""
         hang_up(self._sock)
 
+    def _name(self) -> str | None:
+        return str(self._peer.address) if self._peer else None
+
     def _where(self, stage: Stage = Stage.HANDOFF) -> Where:
-        return Where(stage=stage, peer=str(self._peer.address) if self._peer else None, path=self._path)
+        return Where(stage=stage, peer=self._name(), path=self._path)
 
     def _greet(self) -> None:
         frame, fd = read_first_frame(self._sock, FRAME_SECONDS)

@@ -66,6 +66,11 @@ class Handoff:
     def path(self) -> Path:
         return self._link.path
 
+    @property
+    def future(self) -> Future[HandoffReport]:
+        """What :meth:`finish` returns, for who wants to hear of an earlier end."""
+        return self._future
+
     def ready(self, span: PagesReady) -> bool:
         """Pages of ``span`` are written: queue them. False, with nothing queued, at the bound: see :meth:`wait_for_room`.
 

@@ -54,6 +54,7 @@ class Receiver:
         self._unix_path = unix_path
         self._lock = threading.Lock()
         self._connections: dict[Inbound, threading.Thread] = {}
+        self._closed = False
         self._wake_read, self._wake_write = os.pipe()
         self._listeners: list[socket.socket] = []
         try:
@@ -72,6 +73,10 @@ class Receiver:
 
     def close(self) -> None:
         """Stop listening, end all connections and their threads. Nothing is written to the arena after this."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         os.write(self._wake_write, b"x")
         self._acceptor.join()
         self._close_listeners()
