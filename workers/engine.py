@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -185,9 +185,13 @@ class Engine:
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a sequence, or two together, contradict themselves. Between steps only."""
+        size = self._cache.layout.block_tokens
+        holders = Counter(block for sequence in self._sequences.values() for block in sequence.blocks)
         for sequence in self._sequences.values():
-            sequence.check_invariants(self._cache.layout.block_tokens)
+            sequence.check_invariants(size)
             assert sequence.state is not State.ENDED, "an ended sequence is forgotten"  # noqa: S101
+            unfilled = sequence.blocks[sequence.computed // size :]
+            assert all(holders[block] == 1 for block in unfilled), "a block still to be written is nobody else's"  # noqa: S101
 
     def _patience(self) -> float | None:
         """Seconds to sleep: for good where nobody waits for blocks."""
@@ -198,7 +202,7 @@ class Engine:
         with self._changed:
             commands, self._inbox = self._inbox, deque()
         for command in commands:
-            command()
+            self._attempt([], command)
         return bool(commands)
 
     def _accept(self, sequence: Sequence, held: tuple[BlockId, ...]) -> None:
@@ -210,29 +214,9 @@ class Engine:
         self._sequences[sequence.owner] = sequence
         if sequence.stage is Stage.DECODE:
             sequence.place(held, computed=sequence.prompt_tokens, sealed=0)
-        refusal = self._refusal(sequence)
+        refusal = sequence.refusal(self._cache.layout, self._model.vocab_size, self._limits.context)
         if refusal is not None:
             self._end(sequence, refusal)
-
-    def _refusal(self, sequence: Sequence) -> InvalidRequestError | None:
-        """Why a sequence can never be served here, if so."""
-        tokens, prompt, layout = len(sequence.token_ids), sequence.prompt_tokens, self._cache.layout
-        generated = tokens - prompt
-        vocabulary = self._model.vocab_size
-        what, field = "", "token_ids"
-        if prompt < 1 or (sequence.stage is Stage.DECODE and generated < 1):
-            what = "there is no token to go on from"
-        elif not all(0 <= token < vocabulary for token in sequence.token_ids):
-            what = f"a token id is outside the vocabulary of {vocabulary}"
-        elif tokens >= self._limits.context:
-            what = f"{tokens} tokens leave no room for an answer in a context of {self._limits.context}"
-        elif layout.blocks_for(tokens) > layout.blocks:
-            what = f"{tokens} tokens do not fit into a pool of {layout.blocks} blocks of {layout.block_tokens} tokens"
-        elif sequence.sampling.max_tokens <= generated:
-            what, field = f"{generated} of at most {sequence.sampling.max_tokens} tokens are generated already", "max_tokens"
-        elif sequence.stage is Stage.DECODE and len(sequence.blocks) < layout.blocks_for(prompt):
-            what, field = f"{len(sequence.blocks)} blocks do not hold the KV of {prompt} tokens", "blocks"
-        return InvalidRequestError(what, where=Where(stage=sequence.stage), field=field) if what else None
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -321,11 +305,11 @@ class Engine:
                 slice_.sequence.computed += slice_.tokens
             complete = [slice_.sequence for slice_ in slices if slice_.sequence.pending == 0]
             for row, sequence in enumerate(complete):
-                self._answer(sequence, logits[row])
-        for slice_ in slices:
-            self._seal(slice_.sequence)
-            if slice_.sequence.finished and slice_.sequence.stage is Stage.DECODE:
-                self._end(slice_.sequence)
+                self._attempt([sequence], lambda row=row, sequence=sequence: self._answer(sequence, logits[row]))  # type: ignore[misc]
+        for sequence in [slice_.sequence for slice_ in slices if slice_.sequence.state is not State.ENDED]:
+            self._seal(sequence)
+            if sequence.finished and sequence.stage is Stage.DECODE:
+                self._end(sequence)
 
     def _forward(self, slices: list[Slice]) -> torch.Tensor:
         """Logits after the last token of each slice that leaves none pending, ``[sequences, vocab]``."""
@@ -355,6 +339,7 @@ class Engine:
         try:
             act()
         except KvferryError as error:
+            log.warning("%s", error)
             failure = error
         except Exception as defect:
             # The edge of a step: whatever broke it, other sequences go on.

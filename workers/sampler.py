@@ -11,6 +11,7 @@ import struct
 
 import torch
 
+from kvferry.errors import InternalError
 from kvferry.generation import SamplingParams, Token, TokenLogprob
 
 __all__ = ["restricted", "sample", "uniform"]
@@ -23,8 +24,14 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> Token
 
     Temperature 0 takes the most likely token. Otherwise the draw is the inverse of the cumulative distribution, tokens in
     order of id, at :func:`uniform` (seed, position): any worker that computes the same logits draws the same token.
+
+    Raises InternalError for logits that are no numbers.
     """
     logits = logits.float()
+    if not bool(logits.max().isfinite()):
+        raise InternalError(
+            "the model's logits are not finite", why="a number overflowed, or the weights are broken", hint="Try --dtype float32"
+        )
     if params.temperature == 0:
         chosen = int(logits.argmax())
     else:
@@ -42,7 +49,8 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> Token
 
 def restricted(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Logits ``[vocab]`` after temperature (above 0), top_k and top_p; tokens that are ruled out have -inf. In float64."""
-    logits = logits.double() / params.temperature
+    logits = logits.double()
+    logits = (logits - logits.max()) / params.temperature  # the largest is 0: no temperature is too small
     if 0 < params.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     if params.top_p < 1:

@@ -7,15 +7,17 @@ WAITING ──place──▶ RUNNING ──answer──▶ ANSWERED      (prefil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvferry.errors import InternalError, KvferryError, Stage
+from kvferry.errors import InternalError, InvalidRequestError, KvferryError, Stage, Where
 from kvferry.generation import FinishReason, SamplingParams, Token
 from kvferry.handoff import PagesReady
 from kvferry.keys import Namespace
+from kvferry.layout import Layout
 from kvferry.types import BlockId, OwnerId
 
 __all__ = ["Event", "Listener", "Sequence", "State"]
@@ -118,6 +120,29 @@ class Sequence:
     def end(self) -> None:
         self._move(Event.END)
         self._forget()
+
+    def refusal(self, layout: Layout, vocab_size: int, context: int) -> InvalidRequestError | None:
+        """Why this can never be served with such a pool, vocabulary and context (tokens, answer included), if so."""
+        tokens, prompt, params = len(self.token_ids), self.prompt_tokens, self.sampling
+        generated = tokens - prompt
+        what, field = "", "token_ids"
+        if prompt < 1 or (self.stage is Stage.DECODE and generated < 1):
+            what = "there is no token to go on from"
+        elif not all(0 <= token < vocab_size for token in self.token_ids):
+            what = f"a token id is outside the vocabulary of {vocab_size}"
+        elif tokens >= context:
+            what = f"{tokens} tokens leave no room for an answer in a context of {context}"
+        elif layout.blocks_for(tokens) > layout.blocks:
+            what = f"{tokens} tokens do not fit into a pool of {layout.blocks} blocks of {layout.block_tokens} tokens"
+        elif params.max_tokens <= generated:
+            what, field = f"{generated} of {params.max_tokens} tokens are generated already", "max_tokens"
+        elif not 0 <= params.temperature < math.inf:
+            what, field = f"temperature must be 0 or a positive number, is {params.temperature}", "temperature"
+        elif not 0 < params.top_p <= 1:
+            what, field = f"top_p must be above 0 and at most 1, is {params.top_p}", "top_p"
+        elif self.stage is Stage.DECODE and len(self.blocks) < layout.blocks_for(prompt):
+            what, field = f"{len(self.blocks)} blocks do not hold the KV of {prompt} tokens", "blocks"
+        return InvalidRequestError(what, where=Where(stage=self.stage), field=field) if what else None
 
     def finish_with(self, token_id: int, eos: Collection[int], context: int) -> FinishReason | None:
         """Whether generation ends with ``token_id`` as the next token, and why."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from kvferry.errors import (
@@ -151,6 +153,11 @@ def test_a_preempted_sequence_can_be_cancelled(llama: Pair, rng: random.Random) 
         ([1, VOCAB_SIZE], LONG, "token_ids"),
         ([1, -1], LONG, "token_ids"),
         ([1], SamplingParams(max_tokens=0), "max_tokens"),
+        ([1], SamplingParams(temperature=-0.5), "temperature"),
+        ([1], SamplingParams(temperature=math.nan), "temperature"),
+        ([1], SamplingParams(temperature=math.inf), "temperature"),
+        ([1], SamplingParams(top_p=0.0), "top_p"),
+        ([1], SamplingParams(top_p=1.5), "top_p"),
     ],
 )
 def test_what_can_never_be_served_is_refused_at_once(
@@ -190,26 +197,53 @@ def test_a_second_sequence_of_the_same_owner_is_refused_and_takes_nothing_from_t
     assert rig.blocks.pool.blocks_of(prefill_of("a")) == first.blocks
 
 
-def test_a_defect_in_a_step_ends_its_sequences_and_no_other(
-    llama: Pair, rng: random.Random, caplog: pytest.LogCaptureFixture
+class OneBroken(Recorder):
+    """Fails to take a token."""
+
+    def on_token(self, token: Token, cached_tokens: int) -> None:
+        raise RuntimeError("not today")
+
+
+class AllBroken(Recorder):
+    """Fails in the middle of the forward pass, which is everybody's."""
+
+    def on_pages(self, pages: PagesReady) -> None:
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("listener", [OneBroken, AllBroken])
+def test_a_defect_in_a_step_ends_the_sequences_it_concerns_and_no_other(
+    listener: type[Recorder], llama: Pair, rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(llama.paged, chunk_tokens=8)
+    rig = Rig(llama.paged, chunk_tokens=16)
     before = rig.prefill("before", prompt_of(rng, 8), LONG)
     rig.run()
-
-    class Broken(Recorder):
-        def on_token(self, token: Token, cached_tokens: int) -> None:
-            raise RuntimeError("no token, please")
-
-    broken = rig.prefill("broken", prompt_of(rng, 8), LONG, Broken())
+    broken = rig.prefill("broken", prompt_of(rng, 8), LONG, listener())
+    beside = rig.prefill("beside", prompt_of(rng, 8), LONG)
     after = rig.prefill("after", prompt_of(rng, 8), LONG)
     rig.run()
     assert isinstance(broken.error, InternalError)
-    assert "no token, please" in str(broken.error)
-    assert "no token, please" in caplog.text
+    assert "not today" in str(broken.error)
+    assert "not today" in caplog.text
     assert before.error is None
+    assert bool(beside.tokens) == (listener is OneBroken)
+    assert isinstance(beside.error, InternalError) == (listener is AllBroken)
     assert after.tokens
-    assert set(rig.blocks.pool.owners()) == {prefill_of("before"), prefill_of("after")}
+    holding = {prefill_of("before"), prefill_of("after")} | ({prefill_of("beside")} if beside.tokens else set())
+    assert set(rig.blocks.pool.owners()) == holding
+    rig.engine.check_invariants()
+
+
+def test_a_sequence_whose_numbers_overflow_fails_alone(llama: Pair, rng: random.Random) -> None:
+    rig = Rig(llama.paged)
+    prompt = prompt_of(rng, 10)
+    fine, _ = filled(rig, "fine", prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+    other, held = filled(rig, "other", prompt_of(rng, 10), SamplingParams(temperature=1, max_tokens=8))
+    rig.tokens[:, :, held[0]] = np.nan
+    rig.run()
+    assert isinstance(other.error, InternalError)
+    assert fine.ids == generate(llama.plain, prompt, 8, eos=[-1])[1:]
+    assert rig.blocks.free == rig.layout.blocks
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from kvferry.errors import InternalError
 from kvferry.generation import SamplingParams
 from kvferry.workers.sampler import restricted, sample, uniform
 
@@ -110,6 +111,20 @@ def test_no_logprobs_unless_asked_for() -> None:
     assert token.logprob is None
     assert token.top == ()
     assert sample(torch.zeros(4), SamplingParams(top_logprobs=0), 0).logprob == pytest.approx(math.log(0.25))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_no_numbers_are_an_error(broken: float, temperature: float) -> None:
+    with pytest.raises(InternalError):
+        sample(torch.tensor([0.0, broken, 1.0]), SamplingParams(temperature=temperature), 0)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-9, 1e300])
+def test_any_temperature_can_be_computed(temperature: float) -> None:
+    scores = torch.tensor([-60000.0, 60000.0, 59999.0, -math.inf])
+    drawn = {sample(scores, SamplingParams(temperature=temperature), position).token_id for position in range(60)}
+    assert drawn == ({1} if temperature < 1 else {0, 1, 2})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
