@@ -228,7 +228,7 @@ def _digest(layout: Layout, arena: Arena, blocks: Sequence[BlockId], tokens: int
     state = hashlib.blake2b(digest_size=16)
     found = extents(layout, blocks, PagesReady(0, layout.layers, 0, tokens))
     for offset, length in zip(found.offsets.tolist(), found.lengths.tolist(), strict=True):
-        state.update(arena.array[offset : offset + length])
+        state.update(arena.array[offset : offset + length].data)
     return state.digest()
 
 

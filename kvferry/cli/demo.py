@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rich.table import Table
 from kvferry.cli.status import EXIT_FAILED
 from kvferry.cli.up import RunningCluster, with_cluster
 from kvferry.config import DemoConfig
+from kvferry.errors import ConfigError, InternalError
 
 __all__ = ["run"]
 
@@ -104,13 +107,13 @@ def _stream(name: str, url: str, body: Mapping[str, object]) -> Answer:
     text = ""
     times: list[float] = []
     transfer: dict[str, Any] = {}
-    with opener.open(request) as response:
+    with _opened(opener, request, name) as response:
         for line in response:
             if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
             event = json.loads(line[len(b"data: ") :])
             if "error" in event:
-                raise RuntimeError(f"the cluster answered {name} with an error: {event['error']['message']}")
+                raise InternalError(f"the cluster ended the request {name!r} with an error", why=event["error"]["message"])
             transfer = event.get("kvferry") or transfer
             prompt_ids = event.get("prompt_token_ids") or prompt_ids
             for choice in event["choices"]:
@@ -132,13 +135,26 @@ def _stream(name: str, url: str, body: Mapping[str, object]) -> Answer:
     )
 
 
+def _opened(opener: urllib.request.OpenerDirector, request: urllib.request.Request, name: str) -> HTTPResponse:
+    try:
+        response: HTTPResponse = opener.open(request)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            why = json.loads(refused.read())["error"]["message"]
+        error = ConfigError if refused.code < 500 else InternalError
+        raise error(f"the cluster refused the request {name!r}", why=why) from refused
+    return response
+
+
 def _undivided(model_dir: Path, dtype: str, answers: Sequence[Answer]) -> list[tuple[int, ...]]:
     """Greedy tokens of transformers' own generate in one process, for the same prompts and lengths."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    transformers.utils.logging.disable_progress_bar()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
+    model.eval()
     outputs = []
     for answer in answers:
         prompt = torch.tensor([answer.prompt_ids])
@@ -156,16 +172,16 @@ def _plain(row: Row) -> dict[str, object]:
 
 
 def _show(console: Console, rows: Sequence[Row]) -> None:
-    table = Table(title="prefilled in one process, decoded in another")
-    for heading in ("request", "prompt", "tokens", "TTFT", "TPOT", "KV moved", "path", "GB/s", "equals undivided"):
-        table.add_column(heading, justify="left" if heading in ("request", "path") else "right")
+    table = Table(title="prefilled in one process, decoded in another", caption="equal: to the undivided model, token by token")
+    for heading in ("request", "prompt", "tokens", "TTFT", "TPOT", "KV moved", "path", "GB/s", "equal"):
+        table.add_column(heading, justify="left" if heading in ("request", "path") else "right", no_wrap=True)
     for row in rows:
         answer = row.answer
         table.add_row(
             answer.name,
             str(len(answer.prompt_ids)),
             str(len(answer.token_ids)),
-            f"{answer.ttft * 1000:.0f} ms",
+            f"{answer.ttft:.2f} s",
             f"{answer.tpot * 1000:.0f} ms",
             f"{answer.kv_bytes / 1e6:.1f} MB",
             answer.path,

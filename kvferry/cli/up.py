@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -91,7 +92,8 @@ async def _supervise(
     failing = asyncio.create_task(cluster.failed())
     try:
         with _interrupts() as interrupted:
-            await asyncio.wait({serving, failing, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Task[Any]] = {serving, failing, interrupted}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             failing.result()
         return await serving if serving.done() else 0
@@ -104,11 +106,15 @@ async def _supervise(
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[asyncio.Future[None]]:
-    """A future that is done once SIGINT or SIGTERM came."""
-    came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    with _on_signal(lambda: came.done() or came.set_result(None)):
-        yield came
+def _interrupts() -> Iterator[asyncio.Task[Any]]:
+    """A task that is done once SIGINT or SIGTERM came."""
+    came = asyncio.Event()
+    waiting = asyncio.create_task(came.wait())
+    try:
+        with _on_signal(came.set):
+            yield waiting
+    finally:
+        waiting.cancel()
 
 
 @contextlib.contextmanager

@@ -129,10 +129,12 @@ def run_up(
 
 
 @contextlib.contextmanager
-def started(model: Path, run_dir: Path, *arguments: str) -> Iterator[ClusterProcess]:
+def started(model: Path, run_dir: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[ClusterProcess]:
     """A cluster over ``model`` on a free port, ready when the block begins, ended after it."""
     command = [sys.executable, "-m", "kvferry.cli", "up", "--port=0", f"--model={model}", f"--run-dir={run_dir}", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200", **(env or {})}
+    )
     cluster = ClusterProcess(process, run_dir)
     try:
         cluster.wait_ready()

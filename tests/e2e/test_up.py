@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from tests.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.e2e
 
+MARK = "TEST_OF_UP"
 SHM = Path("/dev/shm")  # noqa: S108  # looked at, not written
 
 
@@ -35,7 +37,7 @@ REFUSALS: dict[str, Callable[[Path], Refusal]] = {
     "missing-model": lambda d: Refusal((f"--model={d}/absent",), (f"{d}/absent", "no such directory")),
     "not-a-model": lambda d: Refusal((f"--model={d}",), ("config.json",)),
     "more-memory-than-there-is": lambda d: Refusal(
-        (f"--model={tiny_llama(d / 'model')}", "--pool-bytes=900TiB"), ("900", "--pool-bytes")
+        (f"--model={tiny_llama(d / 'model')}", "--pool-bytes=900TiB"), ("shared memory", "--pool-bytes")
     ),
     "pool-below-one-block": lambda d: Refusal(
         (f"--model={tiny_llama(d / 'model')}", "--pool-bytes=8KiB"), ("block", "--pool-bytes")
@@ -57,15 +59,14 @@ def _file(directory: Path) -> Path:
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refuses_in_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     refusal = REFUSALS[name](tmp_path)
-    before = _kvferry_processes()
-    done = run_up(["--port=0", *refusal.arguments])
+    done = run_up(["--port=0", *refusal.arguments], env={MARK: str(tmp_path)})
     assert done.returncode == 2, done
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("kvferry: ")
     for part in refusal.says:
         assert part in lines[0], lines[0]
-    assert _kvferry_processes() == before
+    assert _marked_processes(tmp_path) == []
 
 
 def test_refuses_an_occupied_port(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_refuses_an_arena_larger_than_dev_shm(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounting a small /dev/shm needs root and unshare")
 def test_a_small_dev_shm_does_not_matter_to_anonymous_shared_memory(tmp_path: Path) -> None:
-    model = tiny_llama(tmp_path / "model")
+    model = tiny_llama(tmp_path / "model", max_position_embeddings=8192)
     demo = [sys.executable, "-m", "kvferry.cli", "demo", "--json", f"--model={model}", "--pool-bytes=64MiB"]
     script = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {shlex.join(demo)}"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False)
@@ -105,17 +106,15 @@ def test_a_small_dev_shm_does_not_matter_to_anonymous_shared_memory(tmp_path: Pa
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_ending_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
-    before = _kvferry_processes()
-    shm_before = sorted(SHM.iterdir())
-    with started(model, tmp_path / "run", "--pool-bytes=64MiB") as cluster:
+    with started(model, tmp_path / "run", "--pool-bytes=64MiB", env={MARK: str(tmp_path)}) as cluster:
         processes = children(cluster.process.pid)
         assert len(processes) == 5
         status = cluster.stop(number)
     assert status == 0, cluster.output
     assert not [pid for pid in processes if command_line(pid)]
-    assert _kvferry_processes() == before
+    assert _marked_processes(tmp_path) == []
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_socket()] == []
-    assert sorted(SHM.iterdir()) == shm_before
+    assert [path for path in SHM.iterdir() if "kvferry" in path.name] == []
 
 
 def test_a_killed_supervisor_takes_its_processes_along(tmp_path: Path) -> None:
@@ -142,11 +141,11 @@ def _output(cluster: object) -> str:
     return str(cluster.output)  # type: ignore[attr-defined]
 
 
-def _kvferry_processes() -> set[int]:
-    """All processes of any kvferry command on this machine, but those that belong to other tests' parents."""
-    mine = os.getpid()
-    found = set()
+def _marked_processes(mark: Path) -> list[int]:
+    """Processes that inherited our mark in their environment, whoever started them in between."""
+    found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != mine and "kvferry.cli" in command_line(int(entry.name)):
-            found.add(int(entry.name))
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
     return found
