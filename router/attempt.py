@@ -50,7 +50,7 @@ from kvferry.router.steps import (
     TimerFired,
 )
 
-__all__ = ["Attempts", "Rules", "State"]
+__all__ = ["FULL_SECONDS", "MAX_ATTEMPTS", "Attempts", "Rules", "State"]
 
 
 class State(Enum):
@@ -90,23 +90,28 @@ _BLAMED = frozenset(
 )
 
 
+MAX_ATTEMPTS = 20
+FULL_SECONDS = 15.0
+"""How long a full pool or a full queue is waited for before the client is told to come back later."""
+
+_FIRST_WAIT_SECONDS = 0.1
+_LONGEST_WAIT_SECONDS = 1.0
+# How long the hand-off's report is waited for once all tokens are there.
+_REPORT_SECONDS = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Bounds of one request. Seconds.
+    """Bounds of one request.
 
     needs_decode: more than one token is asked for; streams: tokens reach the client as they come, so that after the first
-    there is no second attempt; full_seconds: how long a full pool is waited for; report_seconds: how long the hand-off's
-    report is waited for once all tokens are there.
+    there is no second attempt; deadline: a time of the clock whose ``now`` is handed in.
     """
 
     needs_decode: bool
     streams: bool
     deadline: float
-    max_attempts: int = 20
-    full_seconds: float = 15.0
-    first_wait: float = 0.1
-    longest_wait: float = 1.0
-    report_seconds: float = 0.5
+    max_attempts: int = MAX_ATTEMPTS
 
 
 class Attempts:
@@ -179,7 +184,7 @@ class Attempts:
         if Part.PREFILL not in self._running:
             return [Emit(), Cancel(Part.DECODE), *self._end(None)]
         self.state = State.CLOSING
-        return [Emit(), Cancel(Part.DECODE), StartTimer(self._rules.report_seconds)]
+        return [Emit(), Cancel(Part.DECODE), StartTimer(_REPORT_SECONDS)]
 
     def _prefill_over(self, event: Event, now: float) -> Sequence[Command]:
         """DECODING: prefill has done its part (reported or closed), or decode's stream closed early."""
@@ -214,7 +219,7 @@ class Attempts:
         if not self._may_retry(event, now):
             return [*commands, *self._end(event.error)]
         commands.append(Retry(event.part, event.error))
-        wait = min(self._rules.longest_wait, self._rules.first_wait * 2.0 ** (self.attempt - 1))
+        wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** (self.attempt - 1))
         self.attempt += 1
         self._emitted = self._decode_has_spoken = False
         self._last_error = event.error
@@ -229,7 +234,7 @@ class Attempts:
             return False
         if reason in _FULL:
             self._full_since = now if self._full_since is None else self._full_since
-            return now - self._full_since < self._rules.full_seconds
+            return now - self._full_since < FULL_SECONDS
         self._full_since = None
         if reason in _RETRIED or (_in_handoff(event.error) and reason is not Reason.DEADLINE_EXCEEDED):
             return True

@@ -19,7 +19,7 @@ from kvferry.logs import shown
 from kvferry.metrics import Metrics
 from kvferry.proto.codec import api, rpc
 from kvferry.router import steps
-from kvferry.router.attempt import Attempts, Rules
+from kvferry.router.attempt import MAX_ATTEMPTS, Attempts, Rules
 from kvferry.router.channels import Channels
 from kvferry.router.cluster import Cluster
 from kvferry.router.members import Pair
@@ -99,7 +99,7 @@ class Run:
     """One job under way. Iterate :meth:`pieces` once; the public fields say how it went, then and after."""
 
     def __init__(
-        self, job: Job, dispatcher: Dispatcher, text: Callable[[], TextStream], only: Pair | None = None, max_attempts: int = 20
+        self, job: Job, dispatcher: Dispatcher, text: Callable[[], TextStream], only: Pair | None = None, max_attempts: int = MAX_ATTEMPTS
     ) -> None:
         """``text`` makes the text side of one attempt; ``only``: this pair and no other."""
         self.job = job

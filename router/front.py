@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 _INLINE_BODY_BYTES = 32 << 10
 # After its deadline a request may still be telling its client so.
 _GRACE_SECONDS = 2.0
+_FAREWELL_SECONDS = 0.5
 _SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -134,10 +136,14 @@ class _Exchange:
                 work.result()
             else:
                 self._outcome = CancelledByCallerError.reason.value
+        except asyncio.CancelledError:
+            # The server gives up what still runs when it stops. Nothing above waits for this task: it may end in peace.
+            await _end(tasks)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FAREWELL_SECONDS):
+                    await self._fail(NoWorkersError("the router is stopping", hint="Retry with another one."))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks)
             self._account()
 
     async def _read(self) -> bytes | None:
@@ -324,6 +330,12 @@ async def _read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class FakeCluster:
     http: httpx.AsyncClient
     router: Router
     directory: EmbeddedDirectory
+    stop: Callable[[], Awaitable[None]]
 
     async def ready(self) -> None:
         async def answered() -> bool:
@@ -86,9 +87,14 @@ async def serving(nodes: Sequence[FakeNode], *, wait_ready: bool = True, **optio
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     tasks = [asyncio.create_task(router.watch_cluster()), asyncio.create_task(server.serve(sockets=[listener]))]
+
+    async def stop() -> None:
+        server.should_exit = True
+        await asyncio.wait({tasks[1]})
+
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
-            cluster = FakeCluster(url, http, router, directory)
+            cluster = FakeCluster(url, http, router, directory, stop)
             if wait_ready:
                 await cluster.ready()
             yield cluster

@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 import grpc.aio
 
 from kvferry.control import DecodeWork, Empty, OpenGrant, PrefillOutput, PrefillWork, RevokeGrant
-from kvferry.errors import KvferryError, OutOfBlocksError, PeerUnavailableError, Stage, StaleGrantError, Where
+from kvferry.errors import KvferryError, OutOfBlocksError, Stage, StaleGrantError, Where
 from kvferry.generation import FinishReason, Token, TokenLogprob, WorkerLoad
 from kvferry.handoff import DataEndpoint, Grant, HandoffOutcome, HandoffRecord, HandoffReport, Ticket
 from kvferry.keys import Fingerprint
@@ -88,7 +88,7 @@ class FakeNode:
         model: str = MODEL,
         fingerprint: Fingerprint = FINGERPRINT,
     ) -> None:
-        self.address = NodeAddress(NodeId(name), Incarnation(f"{next(_ids):016x}"))
+        self.address = NodeAddress(NodeId(name), Incarnation(f"{next(_ids):08x}00000000"))
         self.script = Script()
         self.layout = Layout(layers, 2, 1, 8, DType.FLOAT32, block_tokens, blocks)
         self.grants: dict[GrantId, Grant] = {}
@@ -100,6 +100,7 @@ class FakeNode:
         self.prefilling = 0
         self.decoding = 0
         self.cancelled = 0
+        self.given_out = 0
         self._role = role
         self._model_dir = model_dir
         self._hub = hub
@@ -211,6 +212,7 @@ class FakeNode:
                 if not probe:
                     await asyncio.sleep(self.script.decode_seconds)
                 token = self._hub.token(index, work)
+                self.given_out += not probe
                 yield token
                 if token.finish is not None:
                     return
@@ -237,11 +239,6 @@ class FakeNode:
     def _report(self, request: RequestId, ticket: Ticket) -> HandoffReport:
         moved = ticket.grant.tokens * self.layout.layers * self.layout.tensors * self.layout.token_bytes
         return HandoffReport(request, self.address, ticket.target, Path.SHM, ticket.grant.tokens, moved, 8, 0.001, 0.0005)
-
-
-def unavailable(node: FakeNode, stage: Stage) -> PeerUnavailableError:
-    """What a worker says when ``node`` is gone."""
-    return PeerUnavailableError("the peer is gone", where=Where(stage, str(node.address)))
 
 
 def _is_probe(request: str) -> bool:
