@@ -293,6 +293,9 @@ class Engine:
             self._blocks.release(owner)
         except KvferryError as error:  # a daemon that is gone has let them go itself
             log.warning("blocks of %s are not released: %s", owner, error)
+        except Exception:
+            # The edge to the pool: an end must not fail.
+            log.exception("blocks of %s are not released", owner)
         self._retry_at = float("-inf")
 
     # --- computing ----------------------------------------------------------------------------------------------------

@@ -247,8 +247,9 @@ def test_a_sequence_whose_numbers_overflow_fails_alone(llama: Pair, rng: random.
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("broken", [PeerUnavailableError("the daemon is gone"), RuntimeError("the channel is closed")])
 def test_a_daemon_that_goes_ends_everything_and_new_memory_serves_again(
-    steps: int, llama: Pair, rng: random.Random, caplog: pytest.LogCaptureFixture
+    broken: Exception, steps: int, llama: Pair, rng: random.Random
 ) -> None:
     rig = Rig(llama.paged, block_tokens=4, chunk_tokens=7)
     decoding, _ = filled(rig, "d", prompt_of(rng, 9), LONG)
@@ -256,14 +257,14 @@ def test_a_daemon_that_goes_ends_everything_and_new_memory_serves_again(
     for _ in range(steps):
         rig.engine.step()
     gone = PeerUnavailableError("the daemon is gone")
-    rig.blocks.broken = gone
+    rig.blocks.broken = broken
     rig.engine.fail_all(gone)
     rig.engine.step()
     assert decoding.error is gone
     assert prefilling.error is gone
     unlucky = rig.prefill("u", prompt_of(rng, 9), LONG)
     rig.run()
-    assert unlucky.error is gone
+    assert isinstance(unlucky.error, PeerUnavailableError if isinstance(broken, PeerUnavailableError) else InternalError)
 
     fresh = Rig(llama.paged, block_tokens=4, seed=9)
     rig.engine.replace(KvCache(fresh.layout, fresh.arena), fresh.blocks)
