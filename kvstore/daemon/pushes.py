@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry import logs
 from kvferry.clock import Clock
@@ -72,8 +73,7 @@ class Pushes:
         live = self._start(life, opening, timeout)
         try:
             handoff = await asyncio.shield(live.opening)
-            await self._feed(handoff, live.ticket, messages)
-            report = await asyncio.wrap_future(handoff.finish())
+            report = await self._move(handoff, live.ticket, messages)
         except KvferryError as error:
             await asyncio.shield(self._ending(live, error))
             raise
@@ -136,6 +136,22 @@ class Pushes:
         opened = loop.run_in_executor(self._threads, life.engine.open, ticket, blocks, timeout)
         live = self._live[owner] = _Live(owner, life, ticket, opened)
         return live
+
+    async def _move(self, handoff: Handoff, ticket: Ticket, messages: AsyncIterator[PushMessage]) -> HandoffReport:
+        """Feed the hand-off and finish it, or raise what breaks it, even while the worker has nothing to announce."""
+        ended = asyncio.wrap_future(handoff.future)
+        feeding = asyncio.create_task(self._feed(handoff, ticket, messages))
+        first: set[asyncio.Future[Any]] = {ended, feeding}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done():
+                feeding.result()
+                handoff.finish()
+            return await ended
+        finally:
+            feeding.cancel()
+            ended.cancel()  # this view of it alone; who gives the hand-off up waits for it otherwise
+            await asyncio.gather(*first, return_exceptions=True)
 
     async def _feed(self, handoff: Handoff, ticket: Ticket, messages: AsyncIterator[PushMessage]) -> None:
         loop = asyncio.get_running_loop()

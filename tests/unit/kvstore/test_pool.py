@@ -66,6 +66,17 @@ def test_acquiring_its_own_cached_prefix_does_not_evict_it() -> None:
     assert (got.cached_blocks, len(set(got.blocks))) == (2, 3)
 
 
+def test_cached_blocks_that_are_shared_are_not_free_for_the_rest_as_well() -> None:
+    pool = BlockPool(3)
+    pool.seal(A, pool.acquire(A, [], 2, None, 0).blocks, chain("pq", 2))
+    pool.release(A)
+    pool.acquire(C, [], 1, None, 0)
+    with pytest.raises(OutOfBlocksError, match=r"needs 3 free blocks.*2 of 3 are free"):
+        pool.acquire(B, chain("pqr", 3), 3, None, 0)
+    pool.check_invariants()
+    assert pool.counts().cached == 2
+
+
 def test_a_duplicate_key_stays_with_the_first_block() -> None:
     pool = BlockPool(4)
     first = pool.acquire(A, [], 1, None, 0).blocks

@@ -44,6 +44,7 @@ class FakeHandoff:
     result: Future[HandoffReport] = field(default_factory=Future)
     aborted_with: KvferryError | None = None
     failure: KvferryError | None = None
+    finished: bool = False
 
     def ready(self, span: PagesReady) -> bool:
         if self.failure is not None:
@@ -56,11 +57,20 @@ class FakeHandoff:
         return self.room.wait(seconds)
 
     def finish(self) -> Future[HandoffReport]:
+        self.finished = True
+        if not self.result.done():
+            self.result.set_result(REPORT)
+        return self.result
+
+    @property
+    def future(self) -> Future[HandoffReport]:
         return self.result
 
     def abort(self, error: KvferryError) -> None:
         self.aborted_with = error
         self.quiet.wait()
+        if not self.result.done():
+            self.result.set_exception(error)
 
     def report(self) -> HandoffReport:
         return replace(REPORT, bytes=7)
@@ -118,10 +128,10 @@ async def turns() -> None:
 
 async def test_only_owed_pages_are_announced_and_the_report_comes_back(world: World) -> None:
     world.engine.handoff.room.set()
-    world.engine.handoff.result.set_result(REPORT)
     spans = [PagesReady(0, 1, 0, 4), PagesReady(0, 1, 2, 4), PagesReady(1, 1, 8, 100)]
     assert await world.carry(PushOpen(OWNER, TICKET), *spans, None) == REPORT
     assert world.engine.handoff.taken == [PagesReady(0, 1, 4, 2), PagesReady(1, 1, 8, 2)]
+    assert world.engine.handoff.finished
     assert world.engine.blocks == world.store.blocks_of(OWNER)
     assert [(r.report, r.outcome) for r in world.pushes.records()] == [(REPORT, HandoffOutcome.COMPLETE)]
     world.pushes.release(OWNER, world.life)
@@ -134,7 +144,6 @@ async def test_a_full_hand_off_holds_the_stream_but_not_the_loop(world: World) -
     assert world.engine.handoff.taken == []
     assert world.inbox.qsize() == 2, "the second span stays with the sender"
     world.engine.handoff.room.set()
-    world.engine.handoff.result.set_result(REPORT)
     await push
     assert len(world.engine.handoff.taken) == 2
 
@@ -164,8 +173,6 @@ async def test_however_a_push_ends_its_blocks_are_free_only_when_it_is_quiet(wor
     assert world.store.counts().quarantined == 3
     assert world.pushes.records() == ()
     assert world.engine.handoff.aborted_with is not None
-    world.engine.handoff.failure = world.engine.handoff.aborted_with  # as the engine does from now on
-    world.inbox.put_nowait(PagesReady(1, 1, 4, 6))
     world.engine.handoff.quiet.set()
     with pytest.raises((KvferryError, asyncio.CancelledError)):
         await push
@@ -208,9 +215,19 @@ async def test_what_no_correct_worker_sends(world: World) -> None:
     push.cancel()
 
 
+async def test_a_hand_off_that_breaks_while_the_worker_computes_ends_the_push_at_once(world: World) -> None:
+    world.engine.handoff.quiet.set()
+    push = world.carry(PushOpen(OWNER, TICKET))
+    await turns()
+    world.engine.handoff.result.set_exception(PeerUnavailableError("the peer died"))
+    with pytest.raises(PeerUnavailableError, match="the peer died"):
+        await push
+    assert str(world.pushes.records()[0].error) == "the peer died"
+
+
 async def test_records_are_bounded_and_newest_first(world: World) -> None:
-    world.engine.handoff.result.set_result(REPORT)
     for i in range(120):
+        world.engine.handoff = FakeHandoff()
         cast("ManualClock", world.pushes.clock).advance(1)
         await world.carry(PushOpen(OWNER, replace(TICKET, grant=replace(GRANT, request=RequestId(str(i))))), None)
     records = world.pushes.records()
