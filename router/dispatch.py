@@ -99,7 +99,12 @@ class Run:
     """One job under way. Iterate :meth:`pieces` once; the public fields say how it went, then and after."""
 
     def __init__(
-        self, job: Job, dispatcher: Dispatcher, text: Callable[[], TextStream], only: Pair | None = None, max_attempts: int = MAX_ATTEMPTS
+        self,
+        job: Job,
+        dispatcher: Dispatcher,
+        text: Callable[[], TextStream],
+        only: Pair | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         """``text`` makes the text side of one attempt; ``only``: this pair and no other."""
         self.job = job

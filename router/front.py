@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any

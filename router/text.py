@@ -13,7 +13,7 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out. Bytes that are no whole character come out as U+FFFD."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has at most 4 bytes, so at most 3 bytes, shown as at most 3 replacement characters, can be waiting for the rest.
+# A character has at most 4 bytes, so at most 3 bytes, in at most 3 tokens, can be waiting for the rest.
 _UNFINISHED = 3
 
 
@@ -42,9 +42,11 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        certain = len(text)
-        while certain and len(text) - certain < _UNFINISHED and text[certain - 1] == _REPLACEMENT:
-            certain -= 1
+        certain = len(text.rstrip(_REPLACEMENT))
+        if len(self._window) - self._context > _UNFINISHED:
+            # No character takes so long: all but the end is broken for good. Before, even characters that were whole may be
+            # shown as broken: with byte fallback, a run of bytes is decoded as one.
+            certain = max(certain, len(text) - _UNFINISHED)
         new = text[self._sent : certain]
         self._sent = max(self._sent, certain)
         if new and certain == len(text):

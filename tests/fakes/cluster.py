@@ -41,7 +41,9 @@ class FakeCluster:
 
     async def chat(self, text: str = "hello", **body: Any) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
-        return await self.http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **body})
+        return await self.http.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **body}
+        )
 
     async def idle(self, nodes: Sequence[FakeNode], seconds: float = 10.0) -> float:
         """Wait until no node has anything of any request."""

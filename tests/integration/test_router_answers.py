@@ -73,6 +73,18 @@ async def test_chat_whole_and_streamed(nodes: list[FakeNode], tokenizer: Any) ->
         assert nodes[0].prefills[1].sampling.max_tokens == 128 - len(nodes[0].prefills[1].token_ids)
 
 
+async def test_token_ids_are_shown_to_who_asks(nodes: list[FakeNode], hub: Hub, tokenizer: Any) -> None:
+    async with serving(nodes) as cluster:
+        whole = (await cluster.complete(max_tokens=100, return_token_ids=True)).raise_for_status().json()
+        assert whole["prompt_token_ids"] == tokenizer.encode("the fox")
+        assert whole["choices"][0]["token_ids"] == [*hub.answer, hub.eos]
+        for ask in (cluster.complete, cluster.chat):
+            events = stream_events(await ask(max_tokens=100, return_token_ids=True, stream=True))
+            assert [token for event in events for token in event["choices"][0]["token_ids"]] == [*hub.answer, hub.eos]
+            assert events[0]["prompt_token_ids"] == list(nodes[0].prefills[-1].token_ids)
+        assert "token_ids" not in (await cluster.complete()).json()["choices"][0]
+
+
 async def test_one_token_needs_no_grant_and_no_decode(nodes: list[FakeNode], tokenizer: Any) -> None:
     async with serving(nodes) as cluster:
         body = (await cluster.complete(max_tokens=1)).raise_for_status().json()
@@ -80,7 +92,8 @@ async def test_one_token_needs_no_grant_and_no_decode(nodes: list[FakeNode], tok
         assert body["choices"][0]["finish_reason"] == "length"
         assert (body["kvferry"]["decode"], body["kvferry"]["path"]) == (None, None)
     assert nodes[0].prefills[0].ticket is None
-    assert nodes[1].opened == nodes[1].decodes == []
+    assert nodes[1].opened == []
+    assert nodes[1].decodes == []
 
 
 async def test_an_answer_that_ends_with_its_first_token_gives_the_grant_back(nodes: list[FakeNode], hub: Hub) -> None:
@@ -156,8 +169,8 @@ def _bytes_of(tokenizer: Any, token: int) -> bytes:
             decoder[shown[1]] = 0x80 | (byte & 0x3F)  # latin-1 characters are two bytes in UTF-8
             decoder[shown[0]] = 0xC0 | (byte >> 6)
     for lead in ("你", "🙂"):
-        for shown, value in zip(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(lead)[0][0], lead.encode(), strict=True):
-            decoder[shown] = value
+        written = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(lead)[0][0]
+        decoder |= dict(zip(written, lead.encode(), strict=True))
     return bytes(decoder[character] for character in text)
 
 
@@ -170,14 +183,21 @@ async def test_sampling_and_namespace_reach_the_workers(nodes: list[FakeNode]) -
         asked = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": -1, "max_tokens": 3, "ignore_eos": True, "user": "u"}
         await cluster.complete(**{**asked, "prompt": [5, 6, 7, 8, 9]}, kv_namespace="tenant")
         await cluster.http.post(
-            "/v1/completions", json={"model": "tiny", "prompt": [5, 6, 7, 8, 9], "seed": 3}, headers={"x-kvferry-namespace": "other"}
+            "/v1/completions",
+            json={"model": "tiny", "prompt": [5, 6, 7, 8, 9], "seed": 3},
+            headers={"x-kvferry-namespace": "other"},
         )
     for work in (nodes[0].prefills[0], nodes[1].decodes[0]):
         sampling = work.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 7, 2**64 - 1)
         assert (sampling.max_tokens, sampling.ignore_eos, work.namespace) == (3, True, "tenant")
     second = nodes[0].prefills[1]
-    assert (second.namespace, second.token_ids, second.sampling.max_tokens, second.sampling.temperature) == ("other", (5, 6, 7, 8, 9), 16, 1)
+    assert (second.namespace, second.token_ids, second.sampling.max_tokens, second.sampling.temperature) == (
+        "other",
+        (5, 6, 7, 8, 9),
+        16,
+        1,
+    )
     assert nodes[1].opened[0].keys != nodes[1].opened[1].keys
 
 

@@ -224,13 +224,15 @@ async def test_a_client_that_leaves_in_mid_answer(nodes: list[FakeNode]) -> None
     async with serving(nodes) as cluster:
         nodes[1].script.decode_seconds = 0.1
         body = {"model": "tiny", "prompt": "the fox", "max_tokens": 100, "stream": True}
-        async with httpx.AsyncClient(base_url=cluster.url, trust_env=False) as leaving:
-            async with leaving.stream("POST", "/v1/completions", json=body) as response:
-                seen = 0
-                async for line in response.aiter_lines():
-                    seen += line.startswith("data: ")
-                    if seen == 3:
-                        break
+        async with (
+            httpx.AsyncClient(base_url=cluster.url, trust_env=False) as leaving,
+            leaving.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            seen = 0
+            async for line in response.aiter_lines():
+                seen += line.startswith("data: ")
+                if seen == 3:
+                    break
         assert await cluster.idle(nodes) < 1.0
         assert nodes[1].cancelled == 1
 
