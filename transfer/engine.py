@@ -14,6 +14,7 @@ from kvferry.config import PathPolicy
 from kvferry.errors import (
     CancelledByCallerError,
     ConfigError,
+    DeadlineExceededError,
     InternalError,
     KvferryError,
     PeerUnavailableError,
@@ -66,6 +67,7 @@ class Engine:
         self._clock = clock
         self._lock = threading.Lock()
         self._links: dict[NodeAddress, Link] = {}
+        self._ended: set[Link] = set()
         self._connecting: dict[NodeAddress, Future[Link]] = {}
         self._closed = False
         self._wake = threading.Event()
@@ -78,6 +80,8 @@ class Engine:
         It ends within ``timeout_seconds``, by itself if need be. Raises PeerUnavailableError where the peer, or that life
         of it, cannot be reached; LayoutMismatchError, FingerprintMismatchError; ConfigError where the path policy forbids.
         """
+        if timeout_seconds <= 0:
+            raise DeadlineExceededError("a hand-off was given no time", where=Where(stage=Stage.HANDOFF, peer=str(ticket.target)))
         deadline = self._clock.now() + timeout_seconds
         blocks = self._checked(source_blocks, ticket)
         while True:
@@ -97,7 +101,9 @@ class Engine:
             links = list(self._links.values())
         for link in links:
             link.end(CancelledByCallerError("the sending side is stopping", where=link.where))
-        for link in links:
+        with self._lock:
+            ended = list(self._ended)
+        for link in ended:
             link.join()
         self._wake.set()
         self._watch.join()
@@ -136,7 +142,7 @@ class Engine:
         kept = self._keep(link)
         pending.set_result(link)
         if not kept:  # close() did not know this link
-            link.end(CancelledByCallerError("the sending side is stopping"))
+            link.end(CancelledByCallerError("the sending side is stopping", where=link.where))
             link.join()
         return link, True
 
@@ -199,9 +205,11 @@ class Engine:
         )
 
     def _forget(self, link: Link) -> None:
+        """A link has ended; its threads are about to."""
         with self._lock:
             if self._links.get(link.target) is link:
                 del self._links[link.target]
+            self._ended = {other for other in self._ended if other.is_alive} | {link}
 
     def _run_watch(self) -> None:
         """Look after deadlines of all links until the engine is closed."""

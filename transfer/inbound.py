@@ -77,7 +77,7 @@ class Inbound:
         self._begun: set[tuple[GrantId, Epoch]] = set()
 
     def run(self) -> None:
-        """Serve until the peer leaves, breaks the protocol or is stopped. Raises nothing."""
+        """Serve until the peer leaves, breaks the protocol or is stopped."""
         error: KvferryError = PeerUnavailableError("the writer closed its connection", where=self._where())
         level = logging.DEBUG  # writers come and go; what breaks or is refused is news
         try:
@@ -88,18 +88,21 @@ class Inbound:
             error = PeerUnavailableError("the connection of the writer broke", where=self._where(), why=str(broken))
         except KvferryError as refused:
             level, error = logging.WARNING, refused
-            self._refuse(refused)
         except Exception as defect:  # the thread's edge: nobody else would hear of a defect
             log.exception("a connection failed %s", shown(where=self._where()))
             error = InternalError("taking pages failed", where=self._where(), why=f"{type(defect).__name__}: {defect}")
+            level = logging.WARNING
+        level = logging.WARNING if self._begun else level
+        log.log(level, "connection of a writer ended %s", shown(peer=self._name(), grants=len(self._begun), error=error))
+        try:
+            for grant, epoch in self._begun:
+                self._gate.peer_failed(grant, epoch, error)
+            if not isinstance(error, PeerUnavailableError):
+                self._refuse(error)
         finally:
             self._sock.close()
             if self._source is not None:
                 self._source.close()
-        level = logging.WARNING if self._begun else level
-        log.log(level, "connection of a writer ended %s", shown(peer=self._name(), grants=len(self._begun), error=error))
-        for grant, epoch in self._begun:
-            self._gate.peer_failed(grant, epoch, error)
 
     def stop(self) -> None:
         """Make :meth:`run` return soon. From any thread, also after it has returned."""

@@ -156,6 +156,11 @@ class Link:
     def ended(self) -> bool:
         return self._error is not None
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether a thread of it is still running."""
+        return self._reader.is_alive()
+
     def open(self, ticket: Ticket, blocks: Offsets, deadline: float) -> Handoff:
         """Add a hand-off. Raises the error the link ended with."""
         handoff = Handoff(self, Session(self._layout, ticket, self._source, self.path), ticket, blocks, deadline)

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 1024
 _BACKLOG = 128
+_AFTER_FAILURE_SECONDS = 0.05
 
 
 class Receiver:
@@ -54,11 +55,12 @@ class Receiver:
         self._unix_path = unix_path
         self._lock = threading.Lock()
         self._connections: dict[Inbound, threading.Thread] = {}
-        self._closed = False
+        self._closed = threading.Event()
         self._wake_read, self._wake_write = os.pipe()
         self._listeners: list[socket.socket] = []
         try:
             self._listeners.append(_listen_unix(unix_path))
+            self._unix_inode = _inode(unix_path)
             self._listeners.append(_listen_tcp(tcp_listen))
         except ConfigError:
             self._close_listeners()
@@ -74,9 +76,9 @@ class Receiver:
     def close(self) -> None:
         """Stop listening, end all connections and their threads. Nothing is written to the arena after this."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
         os.write(self._wake_write, b"x")
         self._acceptor.join()
         self._close_listeners()
@@ -89,9 +91,9 @@ class Receiver:
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:
+            if listener.family == socket.AF_UNIX and _inode(self._unix_path) == self._unix_inode:
+                self._unix_path.unlink()  # and not one that another process has put there since
             listener.close()
-        if self._listeners:
-            self._unix_path.unlink(missing_ok=True)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -111,6 +113,7 @@ class Receiver:
             sock, _ = listener.accept()
         except OSError as error:  # the peer left again, or descriptors ran out: neither ends the listener
             log.warning("a connection was not taken %s", shown(why=error))
+            self._closed.wait(_AFTER_FAILURE_SECONDS)
             return
         sock.setblocking(True)
         connection = Inbound(sock, self._identity, self._arena, self._gate)
@@ -121,7 +124,13 @@ class Receiver:
                 return
             thread = threading.Thread(target=self._run, args=(connection,), name="kvferry-receive", daemon=True)
             self._connections[connection] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads for now
+            log.warning("a connection was not taken %s", shown(why=error))
+            sock.close()
+            with self._lock:
+                del self._connections[connection]
 
     def _run(self, connection: Inbound) -> None:
         try:
@@ -129,6 +138,13 @@ class Receiver:
         finally:
             with self._lock:
                 del self._connections[connection]
+
+
+def _inode(path: FilePath) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _listen_unix(path: FilePath) -> socket.socket:
