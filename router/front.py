@@ -49,6 +49,8 @@ _INLINE_BODY_BYTES = 32 << 10
 # After its deadline a request may still be telling its client so.
 _GRACE_SECONDS = 2.0
 _FAREWELL_SECONDS = 0.5
+# A client that sends too much is listened to this long, so that it can read the answer.
+_DISCARD_SECONDS = 2.0
 _SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -114,6 +116,7 @@ class _Exchange:
         self._run: Run | None = None
         self._model: str | None = None
         self._started = False
+        self._finished = False
         self._last_token_at: float | None = None
         self._outcome = "defect"
 
@@ -133,8 +136,8 @@ class _Exchange:
             work = asyncio.create_task(self._answer_in_time(body))
             tasks = [gone, work]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            if work.done() or self._finished:  # a finished answer reads as a client that left
+                await work
             else:
                 self._outcome = CancelledByCallerError.reason.value
         except asyncio.CancelledError:
@@ -155,6 +158,7 @@ class _Exchange:
                 return await _read_body(self._receive, Headers(scope=self._scope), limit)
         except _TooLargeError:
             self._outcome = "too_large"
+            await _discard_rest(self._receive, Headers(scope=self._scope))
             message = f"the body is larger than {limit} bytes, the most this router takes"
             await self._respond(plain_error_response(413, message, "request_too_large", {"connection": "close"}))
         except TimeoutError:
@@ -280,6 +284,7 @@ class _Exchange:
 
     async def _end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        self._finished = True
 
     async def _fail(self, error: KvferryError) -> None:
         self._outcome = error.reason.value
@@ -292,6 +297,7 @@ class _Exchange:
     async def _respond(self, response: Response) -> None:
         self._started = True
         await response(self._scope, self._receive, self._send)
+        self._finished = True
 
     def _account(self) -> None:
         """Metrics and the access log: once a request."""
@@ -331,6 +337,21 @@ async def _read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def _discard_rest(receive: Receive, headers: Headers) -> None:
+    """Take in what the client is still sending, keeping nothing, for a bounded time.
+
+    A connection closed over unread data is reset, and the client would lose the answer that says why.
+    """
+    if headers.get("expect", "").lower() == "100-continue":
+        return  # it waits for our word before it sends the body
+    try:
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+                pass
+    except TimeoutError:
+        return
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -5,28 +5,19 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e.cluster_process import ClusterProcess, started, wait_until
-from tests.tiny_models import tiny_llama
+from tests.e2e.cluster_process import ClusterProcess, wait_until
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterProcess]:
-    directory = tmp_path_factory.mktemp("disconnects")
-    model = tiny_llama(directory / "model", seed=6, max_position_embeddings=16384)
-    with started(model, directory / "run", "--chunk-tokens=32", "--pool-bytes=64MiB") as running:
-        yield running
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
-def test_both_sides_are_free_within_a_second(cluster: ClusterProcess, when: str, stream: bool) -> None:
+def test_both_sides_are_free_within_a_second(shared_cluster: ClusterProcess, when: str, stream: bool) -> None:
+    cluster = shared_cluster
     prompt = [5, 11, 2] * (4000 if when == "prefill" else 20)
     with _send(cluster, prompt, stream, f"{when}-{stream}") as connection:
         wait_until(lambda: _holders(cluster, when), 20, f"{when} under way: {cluster.state()}")
@@ -34,7 +25,7 @@ def test_both_sides_are_free_within_a_second(cluster: ClusterProcess, when: str,
     left = time.monotonic()
     wait_until(lambda: cluster.held_blocks() == 0, 2, f"blocks free: {cluster.state()}")
     assert time.monotonic() - left < 1.0
-    wait_until(lambda: cluster.state()["running"] == 0, 1, "no request is running")
+    wait_until(lambda: cluster.state()["requests_running"] == 0, 1, "no request is running")
 
 
 def _holders(cluster: ClusterProcess, when: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,17 +85,18 @@ def _prompts(split: Split) -> list[tuple[list[int], int]]:
     return prompts
 
 
-def _ask(cluster: ClusterProcess, ids: list[int], max_tokens: int) -> dict[str, object]:
+def _ask(cluster: ClusterProcess, ids: list[int], max_tokens: int) -> dict[str, Any]:
     response = cluster.complete(prompt=ids, max_tokens=max_tokens, temperature=0, return_token_ids=True)
     assert response.status_code == 200, response.text
-    answer: dict[str, object] = response.json()
+    answer: dict[str, Any] = response.json()
     return answer
 
 
 def _undivided(model_dir: Path, prompts: list[tuple[list[int], int]]) -> list[list[int]]:
     """transformers' own greedy generate, one prompt at a time."""
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.eval()
     outputs = []
     with torch.inference_mode():
         for ids, max_tokens in prompts:

@@ -22,7 +22,8 @@ from kvferry.errors import (
     error_class,
 )
 from kvferry.generation import SamplingParams, Token
-from kvferry.handoff import PagesReady
+from kvferry.handoff import HandoffReport, PagesReady
+from kvferry.node import NodeStatus
 from kvferry.proto.codec import api, rpc
 from kvferry.proto.codec.errors import CODES
 from kvferry.types import BlockId, OwnerId, Path, RequestId
@@ -96,13 +97,13 @@ def test_requests_survive_the_wire(name: str, data: st.DataObject) -> None:
     assert _same(method.request.read(message), value)
 
 
-@given(st.from_type(api.NodeStatus))
+@given(st.from_type(NodeStatus))
 def test_status_survives_the_wire(value: Any) -> None:
     wire = api.GET_STATUS.response
     assert _same(wire.read(wire.message.FromString(wire.write(value).SerializeToString())), value)
 
 
-@given(st.one_of(st.builds(Token, token_id=_UINT32), st.from_type(api.HandoffReport)), _UINT32)
+@given(st.one_of(st.builds(Token, token_id=_UINT32), st.from_type(HandoffReport)), _UINT32)
 def test_prefill_outputs_survive_the_wire(output: Any, cached: int) -> None:
     wire = api.PREFILL.response
     value = control.PrefillOutput(output, cached)
