@@ -7,12 +7,13 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 
 from kvferry.errors import InvalidRequestError, ModelFilesError
 from kvferry.node import WorkerInfo
+from kvferry.router.chat_template import ChatTemplate, find_template
 from kvferry.router.schema import Message
 
 __all__ = ["ModelText", "Tokenizers", "load"]
@@ -25,14 +26,15 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class ModelText:
     """One model's tokenizer and chat template. Methods are thread-safe; ``prompt``s may take long, the others do not."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._fast = tokenizer.backend_tokenizer
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._fast = tokenizer
+        self._template = template
         # Both are state that calls would share between threads; neither is ever wanted here.
         self._fast.no_truncation()
         self._fast.no_padding()
-        self.tokens: int = len(tokenizer)
-        self._longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.tokens: int = len(vocabulary)
+        self._longest_token = max(map(len, vocabulary), default=1)
 
     def completion_prompt(self, text: str, limit: int) -> tuple[int, ...]:
         """Ids of a plain prompt, with what the model puts at the start of a text.
@@ -43,13 +45,13 @@ class ModelText:
 
     def chat_prompt(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
         """Ids of a conversation in the model's own form, up to where the assistant speaks. Raises as above."""
-        if not self._tokenizer.chat_template:
+        if self._template is None:
             raise InvalidRequestError(
                 "messages: the model has no chat template", hint="Send a plain prompt to /v1/completions.", field="messages"
             )
         conversation = [message.model_dump() for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text = self._template.render(conversation)
         except TemplateError as error:
             raise InvalidRequestError(
                 "messages: the model's chat template refuses the conversation", why=str(error), field="messages"
@@ -106,19 +108,14 @@ _BYTE_OF = _byte_level_alphabet()
 
 def load(model_dir: Path) -> ModelText:
     """Read a tokenizer from files on this machine; nothing is fetched. Raises ModelFilesError."""
-    # Takes seconds to import, which the router does not wait for at its start.
-    import transformers
-
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not model_dir.is_dir():
         raise ModelFilesError(f"there is no model directory {model_dir}", hint="Routers need the tokenizer at the workers' path.")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelFilesError(f"the tokenizer in {model_dir} cannot be loaded", why=str(error)) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ModelFilesError(f"the tokenizer in {model_dir} is of a kind that is not supported", hint="Add a tokenizer.json.")
-    return ModelText(tokenizer)
+        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exceptions for whatever is wrong with the file
+        hint = "Routers need the model's tokenizer.json."
+        raise ModelFilesError(f"the tokenizer in {model_dir} cannot be loaded", why=str(error), hint=hint) from error
+    return ModelText(tokenizer, find_template(model_dir))
 
 
 class Tokenizers:
