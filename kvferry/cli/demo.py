@@ -149,11 +149,12 @@ def _opened(opener: urllib.request.OpenerDirector, request: urllib.request.Reque
 def _undivided(model_dir: Path, dtype: str, answers: Sequence[Answer]) -> list[tuple[int, ...]]:
     """Greedy tokens of transformers' own generate in one process, for the same prompts and lengths."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
     model.eval()
     outputs = []
     for answer in answers:

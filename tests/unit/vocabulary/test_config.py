@@ -25,7 +25,7 @@ def test_flags_beat_variables_beat_defaults() -> None:
     st.integers(1, 2**50),
     st.one_of(st.none(), st.just(Path("/mnt/huge"))),
     st.booleans(),
-    st.text(st.characters(codec="ascii", exclude_categories=("C",)), min_size=1),
+    st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1),
 )
 def test_arguments_rebuild_the_config(path: PathPolicy, size: int, arena: Path | None, lifeline: bool, node: str) -> None:
     config = replace(DAEMON, path=path, pool_bytes=size, arena_dir=arena, die_with_parent=lifeline, node=node)
