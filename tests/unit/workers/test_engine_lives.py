@@ -301,6 +301,23 @@ def test_a_failing_seal_costs_reuse_only(llama: Pair, rng: random.Random, monkey
     assert heard.error is None
 
 
+def test_a_defect_after_the_answer_leaves_the_answered_alone(
+    llama: Pair, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Blocks, *_: object) -> None:
+        raise RuntimeError("not today")
+
+    rig = Rig(llama.paged, chunk_tokens=30)
+    monkeypatch.setattr(Blocks, "seal", fail)
+    answered = rig.prefill("answered", prompt_of(rng, 20), LONG)
+    unanswered = rig.prefill("unanswered", prompt_of(rng, 20), LONG)
+    rig.run()
+    assert answered.tokens
+    assert answered.error is None
+    assert isinstance(unanswered.error, InternalError)
+    assert rig.blocks.pool.owners() == (prefill_of("answered"),), "its pages may be on their way"
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
