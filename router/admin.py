@@ -1,4 +1,4 @@
-"""The cluster as JSON: what /ready answers and what the admin page shows. Pure."""
+"""The cluster as JSON: what /ready answers and what the admin page shows."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from kvferry.handoff import HandoffReport
 from kvferry.kvstore.directory import Directory
 from kvferry.logs import shown
 from kvferry.metrics import Metrics
+from kvferry.node import WorkerInfo
 from kvferry.router.channels import Channels
 from kvferry.router.members import Membership, Pair, PairState
 from kvferry.router.policy import Chance, choose
@@ -45,7 +46,7 @@ class Cluster:
         self._load: Counter[NodeAddress] = Counter()
         self._changed = asyncio.Event()
         self._probes: set[asyncio.Task[None]] = set()
-        self._known: frozenset[str] = frozenset()
+        self._known: dict[NodeAddress, WorkerInfo | None] = {}
 
     async def run(self, probe: Prober) -> None:
         """Poll and probe until cancelled."""
@@ -141,11 +142,11 @@ class Cluster:
             result: HandoffReport | KvferryError = await probe(pair)
         except KvferryError as error:
             result = error
-        self.members.probed(pair, result, self._clock.now())
+        news = self.members.probed(pair, result, self._clock.now())
         if isinstance(result, HandoffReport):
             log.info("pair is ready: %s", shown(pair=pair, path=result.path.value, bytes=result.bytes))
             self._notify()
-        else:
+        elif news:
             log.warning("pair is not ready: %s", shown(pair=pair, error=result))
         self._count_nodes()
 
@@ -154,17 +155,19 @@ class Cluster:
         self._changed = asyncio.Event()
 
     def _tell_changes(self) -> None:
-        known = frozenset(
-            {_described(node.address, node.worker is not None) for node in self.members.nodes()}
-            | {f"incompatible pair: {entry.error}" for entry in self.members.incompatible()}
-        )
-        for line in sorted(known - self._known):
-            log.warning("%s", line) if line.startswith("incompatible") else log.info("%s is listed", line)
-        for line in sorted(self._known - known):
-            log.info("%s is gone", line)
-        if known != self._known:
+        nodes = {node.address: node.worker for node in self.members.nodes()}
+        for address, worker in nodes.items():
+            if address not in self._known or self._known[address] != worker:
+                log.info(
+                    "%s", shown(node=address, role=worker.role.value if worker else "no worker", model=worker and worker.model)
+                )
+        for address in self._known.keys() - nodes.keys():
+            log.info("node is gone: %s", shown(node=address))
+        if nodes != self._known:
+            for entry in self.members.incompatible():
+                log.warning("%s", entry.error)
             self._notify()
-        self._known = known
+        self._known = nodes
 
     def _count_nodes(self) -> None:
         ready = {
@@ -178,10 +181,6 @@ class Cluster:
         for node in self.members.nodes():
             role = node.worker.role.value if node.worker is not None else "none"
             gauge.labels(role, "ready" if node.address in ready else "not_ready").inc()
-
-
-def _described(address: NodeAddress, has_worker: bool) -> str:
-    return f"node {address} {'with' if has_worker else 'without'} a worker"
 
 
 def _fits(pair: Pair, tokens: int) -> bool:

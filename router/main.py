@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 import signal
@@ -19,6 +18,7 @@ from kvferry.clock import SystemClock
 from kvferry.config import RouterConfig
 from kvferry.control import Announce, Empty
 from kvferry.errors import ConfigError
+from kvferry.handoff import HandoffReport
 from kvferry.kvstore.directory import Directory, EmbeddedDirectory
 from kvferry.lifeline import die_with_parent
 from kvferry.metrics import Metrics
@@ -29,6 +29,7 @@ from kvferry.router.channels import Channels
 from kvferry.router.cluster import Cluster
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.front import Front
+from kvferry.router.members import Pair
 from kvferry.router.probe import probe
 from kvferry.router.tokenizer import Tokenizers
 from kvferry.router.watch import Watch
@@ -72,9 +73,10 @@ class Router:
         self._channels = Channels(clock, idle_seconds=config.request_timeout + 60)
         self._cluster = Cluster(directory, self._channels, clock, random.SystemRandom(), metrics)
         self._dispatcher = Dispatcher(self._cluster, self._channels, clock, metrics)
+        self._tokenizers = Tokenizers()
         front = Front(
             dispatcher=self._dispatcher,
-            tokenizers=Tokenizers(),
+            tokenizers=self._tokenizers,
             metrics=metrics,
             request_timeout=config.request_timeout,
             max_body_bytes=config.max_body_bytes,
@@ -85,7 +87,12 @@ class Router:
 
     async def watch_cluster(self) -> None:
         """Keep the picture of the cluster up to date until cancelled."""
-        await self._cluster.run(functools.partial(probe, self._dispatcher))
+        await self._cluster.run(self._prove)
+
+    async def _prove(self, pair: Pair) -> HandoffReport:
+        # The tokenizer first: a pair that is ready answers its first request as fast as the next.
+        await self._tokenizers.of(pair.decode.worker)
+        return await probe(self._dispatcher, pair)
 
     async def close(self) -> None:
         """Finish what requests left to be done, then hang up."""

@@ -166,21 +166,23 @@ class Membership:
             self._pairs[pair].probing = True
         return taken
 
-    def probed(self, pair: Pair, result: HandoffReport | KvferryError, now: float) -> None:
-        """A probe ended. One of a pair that is gone by now changes nothing."""
+    def probed(self, pair: Pair, result: HandoffReport | KvferryError, now: float) -> bool:
+        """A probe ended; whether that is news. One of a pair that is gone by now changes nothing."""
         entry = self._pairs.get(pair)
         if entry is None:
-            return
+            return False
         entry.probing = False
         if isinstance(result, HandoffReport):
             entry.move(_Event.PROBE_OK)
             entry.report, entry.error, entry.failures = result, None, 0
             self._models[pair.model].served = True
-            return
+            return True
+        news = entry.error is None or str(entry.error) != str(result)
         entry.move(_Event.PROBE_FAILED)
         entry.error = result
         entry.next_probe = now + min(_LONGEST_RETRY_SECONDS, _FIRST_RETRY_SECONDS * 2**entry.failures)
         entry.failures = min(entry.failures + 1, 10)
+        return news
 
     def call_failed(self, address: NodeAddress, error: KvferryError, now: float) -> None:
         """A call to this life of a node failed: every pair it is in must prove itself again."""

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's API. Pure."""
+"""Answers in the shapes of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -186,3 +186,16 @@ async def test_daemons_announce_themselves_over_grpc(nodes: list[FakeNode]) -> N
     finally:
         await channel.close()
         await server.stop(0)
+
+
+async def test_a_model_whose_tokenizer_cannot_be_loaded_is_not_ready(tmp_path: Path, hub: Hub) -> None:
+    missing = tmp_path / "missing"
+    nodes = [FakeNode("p", Role.PREFILL, missing, hub), FakeNode("d", Role.DECODE, missing, hub)]
+    async with serving(nodes, wait_ready=False) as cluster:
+
+        async def told() -> bool:
+            return str(missing) in str((await cluster.http.get("/ready")).json()["pairs"])
+
+        await eventually(told, "the missing directory is named")
+        refused = await cluster.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "model_files")

@@ -152,7 +152,7 @@ class World:
 
     def next_event(self) -> steps.Event:
         if self.chance.random() < 0.02:
-            return self.chance.choice([steps.CallerLeft(), steps.DeadlinePassed()])
+            return steps.CallerLeft() if self.chance.random() < 0.5 else steps.DeadlinePassed()
         choices: list[steps.Event] = list(self.possible)
         if Part.PREFILL in self.running:
             if not self.tokens:
