@@ -16,7 +16,8 @@ def http(url: str) -> None:
 
 def grpc_health(target: str) -> None:
     with grpc.insecure_channel(target) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)  # type: ignore[attr-defined] # its stubs lack it
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise ConnectionError(f"{target} is not serving")
 
