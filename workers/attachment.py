@@ -18,8 +18,8 @@ import grpc.aio
 from kvferry.control import Acquire, Acquired, Attached, AwaitGrant, Extend, PushMessage, Seal
 from kvferry.errors import OverloadedError, PeerUnavailableError, Stage, Where
 from kvferry.handoff import HandoffReport
-from kvferry.kvstore.arena import Arena, attach_arena
 from kvferry.keys import BlockKey
+from kvferry.kvstore.arena import Arena, attach_arena
 from kvferry.node import WorkerInfo
 from kvferry.proto.codec import api, rpc
 from kvferry.types import BlockId, Epoch, GrantId, OwnerId

@@ -22,7 +22,7 @@ from tests.tiny_models import tiny_llama
 pytestmark = pytest.mark.e2e
 
 MARK = "TEST_OF_UP"
-SHM = Path("/dev/shm")  # noqa: S108  # looked at, not written
+SHM = Path("/dev/shm")  # looked at, not written
 
 
 @dataclass(frozen=True)
