@@ -106,10 +106,12 @@ async def test_two_models(model_dir: Path, hub: Hub) -> None:
 async def test_requests_spread_over_the_least_loaded(model_dir: Path, hub: Hub) -> None:
     nodes = [FakeNode(f"x{index}", Role.BOTH, model_dir, hub) for index in range(3)]
     for node in nodes:
-        node.script.prefill_seconds = 0.5
+        node.script.prefill_seconds = 1.0
     async with serving(nodes) as cluster:
         await asyncio.gather(*(cluster.complete() for _ in range(6)))
-        assert [len(node.prefills) + len(node.decodes) for node in nodes] == [4, 4, 4]
+        shares = [len(node.prefills) + len(node.decodes) for node in nodes]
+        assert sum(shares) == 12
+        assert max(shares) - min(shares) <= 2  # a request whose two places are at one node counts there twice
 
 
 async def test_a_new_life_is_probed_and_the_old_one_left(model_dir: Path, hub: Hub, nodes: list[FakeNode]) -> None:
