@@ -60,7 +60,7 @@ clean: ## remove all that make has made, but for the converted model in the user
 $(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; name one with make PYTHON=...")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo 'The venv module of $(PYTHON) is not complete; on Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo 'making $(VENV): a few minutes, 1.5 GB'; $(PYTHON) -m venv --clear $(VENV); }
 	@torch=$$(grep '^torch==' constraints.txt); \
 	if [ -n '$(TORCH_INDEX)' ] && $(BIN)/python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=10)' '$(TORCH_INDEX)' 2>/dev/null; \
 	then echo "installing $$torch from $(TORCH_INDEX)"; $(PIP) --no-deps --index-url '$(TORCH_INDEX)' "$$torch"; \
@@ -70,6 +70,6 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@touch $@
 
 $(PROTO_READY): proto/requirements.txt
-	$(PYTHON) -m venv $(PROTO_VENV)
+	@$(PROTO_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(PROTO_VENV)
 	$(PROTO_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement proto/requirements.txt
 	@touch $@
