@@ -457,7 +457,7 @@ def test_a_restarted_peer_is_not_the_one_of_the_ticket(rig: Rig, path: Path) -> 
     first.receiver.close()
     first.gate.wait_all_free()
     with pytest.raises(PeerUnavailableError) as caught:
-        handoff.finish().result(PATIENCE)
+        handoff.future.result(PATIENCE)
     assert (caught.value.where.stage, caught.value.where.peer, caught.value.where.path) == (
         Stage.HANDOFF, str(first.address), path,
     )  # fmt: skip
