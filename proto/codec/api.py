@@ -20,6 +20,7 @@ from kvferry.control import (
     RevokeGrant,
     Seal,
 )
+from kvferry.errors import Stage
 from kvferry.generation import Token, WorkerLoad
 from kvferry.handoff import HandoffReport, Ticket
 from kvferry.node import NodeInfo, NodeStatus, WorkerInfo
@@ -66,12 +67,14 @@ OPEN_GRANT: Rpc[OpenGrant, Ticket] = Rpc(
         lambda ticket: daemon_pb2.OpenGrantResponse(ticket=values.write_ticket(ticket)),
         lambda message: values.read_ticket(message.ticket),
     ),
+    stage=Stage.GRANT,
 )
 REVOKE_GRANT: Rpc[RevokeGrant, Empty] = Rpc(
     _DAEMON,
     "RevokeGrant",
     Wire(daemon_pb2.RevokeGrantRequest, values.write_revoke_grant, values.read_revoke_grant),
     _empty(daemon_pb2.RevokeGrantResponse),
+    stage=Stage.GRANT,
 )
 GET_STATUS: Rpc[Empty, NodeStatus] = Rpc(
     _DAEMON,
@@ -88,6 +91,7 @@ ATTACH: Rpc[WorkerInfo, Attached] = Rpc(
         lambda message: values.read_worker_info(message.worker),
     ),
     Wire(daemon_pb2.AttachResponse, values.write_attached, values.read_attached),
+    stage=Stage.ATTACH,
     streams_out=True,
 )
 ACQUIRE: Rpc[Acquire, Acquired] = Rpc(
@@ -123,6 +127,7 @@ AWAIT_GRANT: Rpc[AwaitGrant, tuple[BlockId, ...]] = Rpc(
     "AwaitGrant",
     Wire(daemon_pb2.AwaitGrantRequest, values.write_await_grant, values.read_await_grant),
     Wire(daemon_pb2.AwaitGrantResponse, values.write_awaited, values.read_awaited),
+    stage=Stage.HANDOFF,
 )
 PUSH: Rpc[PushMessage, HandoffReport] = Rpc(
     _ATTACHMENT,
@@ -133,6 +138,7 @@ PUSH: Rpc[PushMessage, HandoffReport] = Rpc(
         lambda report: daemon_pb2.PushResponse(report=values.write_report(report)),
         lambda message: values.read_report(message.report),
     ),
+    stage=Stage.HANDOFF,
     streams_in=True,
 )
 PREFILL: Rpc[PrefillWork, PrefillOutput] = Rpc(
@@ -140,6 +146,7 @@ PREFILL: Rpc[PrefillWork, PrefillOutput] = Rpc(
     "Prefill",
     Wire(worker_pb2.PrefillRequest, values.write_prefill, values.read_prefill),
     Wire(worker_pb2.PrefillResponse, values.write_prefill_output, values.read_prefill_output),
+    stage=Stage.PREFILL,
     streams_out=True,
 )
 DECODE: Rpc[DecodeWork, Token] = Rpc(
@@ -147,6 +154,7 @@ DECODE: Rpc[DecodeWork, Token] = Rpc(
     "Decode",
     Wire(worker_pb2.DecodeRequest, values.write_decode, values.read_decode),
     Wire(worker_pb2.DecodeResponse, values.write_decode_output, values.read_decode_output),
+    stage=Stage.DECODE,
     streams_out=True,
 )
 GET_LOAD: Rpc[Empty, WorkerLoad] = Rpc(

@@ -60,7 +60,7 @@ def to_status(error: KvferryError) -> grpc.Status:
     return _Status(code, str(error), status.SerializeToString())
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError, method: str, peer: str) -> KvferryError:
+def from_rpc_error(error: grpc.aio.AioRpcError, method: str, where: Where) -> KvferryError:
     """The error the other side raised, or, where none came across, what the failed call itself says."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # stubs want a Call; the error has the methods used
     for detail in status.details if status is not None else ():
@@ -69,8 +69,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, method: str, peer: str) -> Kvfer
             try:
                 return read_error(message)
             except ValueError as unreadable:
-                return ProtocolError(f"{method} failed with an unreadable error", where=Where(peer=peer), why=str(unreadable))
-    return _from_code(error, method, Where(peer=peer))
+                return ProtocolError(f"{method} failed with an unreadable error", where=where, why=str(unreadable))
+    return _from_code(error, method, where)
 
 
 def _from_code(error: grpc.aio.AioRpcError, method: str, where: Where) -> KvferryError:

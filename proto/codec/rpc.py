@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.errors import ConfigError, InternalError, KvferryError, PeerUnavailableError, ProtocolError, Where
+from kvferry.errors import ConfigError, InternalError, KvferryError, PeerUnavailableError, ProtocolError, Stage, Where
 from kvferry.proto.codec.errors import from_rpc_error, to_status
 
 __all__ = ["Call", "Handler", "Rpc", "Wire", "bind", "call", "connect", "new_server", "send", "serve", "stream"]
@@ -61,12 +61,16 @@ class Wire(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class Rpc(Generic[Q, A]):
-    """One method: ``service`` is the full name with its package. ``streams_in``/``streams_out`` as in the .proto."""
+    """One method: ``service`` is the full name with its package; ``stage``: what of a request's life it serves.
+
+    ``streams_in``/``streams_out`` as in the .proto.
+    """
 
     service: str
     method: str
     request: Wire[Q]
     response: Wire[A]
+    stage: Stage | None = None
     streams_in: bool = False
     streams_out: bool = False
 
@@ -103,7 +107,7 @@ async def call(channel: grpc.aio.Channel, rpc: Rpc[Q, A], request: Q, timeout: f
     try:
         answer = await multi(rpc.request.write(request), timeout=timeout)
     except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-        raise _failure(error, rpc.method, peer) from error
+        raise _failure(error, rpc, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
 
 
@@ -118,7 +122,7 @@ async def stream(
         async for answer in running:
             yield _read(rpc.response, answer, rpc.method, peer)
     except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-        raise _failure(error, rpc.method, peer) from error
+        raise _failure(error, rpc, peer) from error
     finally:
         if running is not None:
             running.cancel()
@@ -130,7 +134,7 @@ async def send(channel: grpc.aio.Channel, rpc: Rpc[Q, A], requests: AsyncIterato
     try:
         answer = await multi((rpc.request.write(request) async for request in requests), timeout=timeout)
     except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-        raise _failure(error, rpc.method, peer) from error
+        raise _failure(error, rpc, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
 
 
@@ -214,11 +218,12 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], rpc: Rpc[Any, Any]
     raise asyncio.CancelledError  # abort_with_status has raised already; this tells the type checker
 
 
-def _failure(error: grpc.aio.AioRpcError | grpc.aio.UsageError, method: str, peer: str) -> KvferryError:
+def _failure(error: grpc.aio.AioRpcError | grpc.aio.UsageError, rpc: Rpc[Any, Any], peer: str) -> KvferryError:
+    where = Where(stage=rpc.stage, peer=peer)
     if isinstance(error, grpc.aio.AioRpcError):
-        return from_rpc_error(error, method, peer)
+        return from_rpc_error(error, rpc.method, where)
     # What grpc says of a call on a channel that was closed meanwhile: the tie to the peer had been given up.
-    return PeerUnavailableError(f"{method} did not reach its peer", where=Where(peer=peer), why=str(error))
+    return PeerUnavailableError(f"{rpc.method} did not reach its peer", where=where, why=str(error))
 
 
 def _serialize(message: Message) -> bytes:
