@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -52,10 +53,10 @@ class Announcer:
                 if failing:
                     log.info("announced again")
                 pause, failing = ANNOUNCE_SECONDS, False
-            try:
-                await asyncio.wait_for(self._changed.wait(), pause)
-            except TimeoutError:
-                continue
+            # Not wait_for: that of Python 3.11 loses a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._changed.wait()
 
     async def withdraw(self) -> None:
         """Take this node off the list. A directory that cannot be reached forgets it by itself."""

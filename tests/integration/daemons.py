@@ -17,17 +17,33 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.clock import SystemClock
+from kvferry.config import DaemonConfig, PathPolicy
 from kvferry.control import Acquire, Acquired, Announce, Attached, AwaitGrant, Empty, OpenGrant, PushOpen, RevokeGrant, Seal
 from kvferry.handoff import HandoffReport, PagesReady, Ticket
 from kvferry.keys import BlockKey, Fingerprint
 from kvferry.kvstore.arena import Arena, attach_arena
+from kvferry.kvstore.daemon.main import serve
+from kvferry.kvstore.daemon.node import Node
 from kvferry.kvstore.directory import EmbeddedDirectory
 from kvferry.layout import DType, Layout
 from kvferry.node import NodeInfo, NodeStatus, WorkerInfo
 from kvferry.proto.codec import api, rpc
 from kvferry.types import BlockId, NodeAddress, OwnerId, RequestId, Role
 
-__all__ = ["FINGERPRINT", "LAYOUT", "Daemon", "Worker", "all_free", "directory_server", "eventually", "worker_info"]
+__all__ = [
+    "FINGERPRINT",
+    "LAYOUT",
+    "ROOT",
+    "Control",
+    "Daemon",
+    "LocalDaemon",
+    "Worker",
+    "all_free",
+    "directory_server",
+    "eventually",
+    "is_alive",
+    "worker_info",
+]
 
 LAYOUT = Layout(layers=3, tensors=2, heads=2, head_dim=8, dtype=DType.FLOAT32, block_tokens=4)
 FINGERPRINT = Fingerprint("tiny", "r1", "float32")
@@ -73,46 +89,14 @@ async def directory_server(path: FilePath) -> AsyncIterator[EmbeddedDirectory]:
         await server.stop(0)
 
 
-class Daemon:
-    """A daemon process and a channel to its control API."""
+class Control:
+    """A daemon as a router sees it. ``info`` is what it announced."""
 
-    def __init__(self, name: str, folder: FilePath, directory: str, *flags: str, pool_bytes: int = 64 << 10) -> None:
+    def __init__(self, name: str, folder: FilePath) -> None:
         self.name = name
         self.socket_dir = folder / name
-        self.log = folder / f"{name}.log"
-        self._directory = directory
-        self._flags = (
-            f"--node={name}",
-            f"--socket-dir={self.socket_dir}",
-            f"--directory={directory}",
-            f"--pool-bytes={pool_bytes}",
-            *flags,
-        )
         self.info: NodeInfo | None = None
         self._channels: list[grpc.aio.Channel] = []
-        self.start()
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.cli", "daemon", *self._flags], stderr=log, stdout=log, cwd=ROOT
-            )
-
-    async def ready(self, directory: EmbeddedDirectory) -> NodeInfo:
-        """Wait until this process life has announced itself."""
-        before = self.info.address if self.info else None
-
-        async def announced() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            for node in await directory.nodes():
-                if node.address.node == self.name and node.address != before:
-                    self.info = node
-                    return True
-            return False
-
-        await eventually(announced, "announced")
-        assert self.info is not None
-        return self.info
 
     def channel(self, target: str = "") -> grpc.aio.Channel:
         """A new channel, to the control API if no other target is named; closed by :meth:`close`."""
@@ -134,6 +118,70 @@ class Daemon:
     async def status(self) -> NodeStatus:
         return await rpc.call(self.channel(), api.GET_STATUS, Empty(), CALL_SECONDS, self.name)
 
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+class LocalDaemon(Control):
+    """A daemon that serves in this process: as real but for the process, and much quicker to start."""
+
+    def __init__(self, name: str, folder: FilePath, directory: str, path: PathPolicy, pool_bytes: int) -> None:
+        super().__init__(name, folder)
+        self._config = DaemonConfig(node=name, socket_dir=self.socket_dir, directory=directory, path=path, pool_bytes=pool_bytes)
+        self._stop = asyncio.Event()
+        self.node: Node
+        self._task: asyncio.Task[None]
+
+    async def start(self) -> None:
+        started = asyncio.Event()
+        self._task = asyncio.create_task(self._run(started))
+        await started.wait()
+        self.info = self.node.describe()
+
+    async def close(self) -> None:
+        await super().close()
+        self._stop.set()
+        await self._task
+
+    async def _run(self, started: asyncio.Event) -> None:
+        async with serve(self._config) as self.node:
+            started.set()
+            await self._stop.wait()
+
+
+class Daemon(Control):
+    """A daemon process."""
+
+    def __init__(self, name: str, folder: FilePath, directory: str, *flags: str, pool_bytes: int = 64 << 10) -> None:
+        super().__init__(name, folder)
+        self.log = folder / f"{name}.log"
+        own = (f"--node={name}", f"--socket-dir={self.socket_dir}", f"--directory={directory}", f"--pool-bytes={pool_bytes}")
+        self._flags = (*own, *flags)
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry.cli", "daemon", *self._flags], stderr=log, stdout=log, cwd=ROOT
+            )
+
+    async def ready(self, directory: EmbeddedDirectory) -> NodeInfo:
+        """Wait until this process life has announced itself."""
+        before = self.info.address if self.info else None
+
+        async def announced() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            for node in await directory.nodes():
+                if node.address.node == self.name and node.address != before:
+                    self.info = node
+                    return True
+            return False
+
+        await eventually(announced, "announced", seconds=30.0)
+        assert self.info is not None
+        return self.info
+
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -144,8 +192,7 @@ class Daemon:
         return await asyncio.to_thread(self.process.wait, 10)
 
     async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
+        await super().close()
         if self.process.poll() is None:
             self.kill()
 
@@ -237,7 +284,7 @@ class Worker:
         ]
 
 
-async def all_free(daemon: Daemon) -> bool:
+async def all_free(daemon: Control) -> bool:
     """Whether every block of the daemon's pool is free and nobody holds any."""
     status = await daemon.status()
     return status.pool.total > 0 and status.pool.free == status.pool.total and not status.holdings

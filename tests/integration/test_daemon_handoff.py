@@ -10,10 +10,12 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
+from typing import Generic, TypeVar
 
 import numpy as np
 import pytest
 
+from kvferry.config import PathPolicy
 from kvferry.errors import (
     CancelledByCallerError,
     DeadlineExceededError,
@@ -31,38 +33,59 @@ from kvferry.handoff import HandoffOutcome, PagesReady
 from kvferry.keys import BlockKey
 from kvferry.kvstore.directory import EmbeddedDirectory
 from kvferry.types import OwnerId, Path, RequestId, Role, decode_owner, prefill_owner
-from tests.integration.daemons import LAYOUT, ROOT, Daemon, Worker, all_free, directory_server, eventually, worker_info
+from tests.integration.daemons import (
+    LAYOUT,
+    ROOT,
+    Daemon,
+    LocalDaemon,
+    Worker,
+    all_free,
+    directory_server,
+    eventually,
+    worker_info,
+)
 
+D = TypeVar("D", Daemon, LocalDaemon)
 KEYS = [BlockKey(bytes([i]) * 16) for i in range(16)]
 
 
 @dataclass
-class Pair:
+class Pair(Generic[D]):
     """A source and a target, to which workers attach in the tests."""
 
-    source: Daemon
-    target: Daemon
+    source: D
+    target: D
     directory: EmbeddedDirectory
 
 
 @contextlib.asynccontextmanager
-async def running(folder: FilePath, *flags: str, pool_bytes: int = 64 << 10) -> AsyncIterator[Pair]:
+async def processes(folder: FilePath, *flags: str) -> AsyncIterator[Pair[Daemon]]:
+    """Each daemon a process of its own."""
     socket = folder / "directory.sock"
     async with directory_server(socket) as directory:
-        daemons = [Daemon(name, folder, f"unix:{socket}", *flags, pool_bytes=pool_bytes) for name in ("p", "d")]
+        source, target = (Daemon(name, folder, f"unix:{socket}", *flags) for name in ("p", "d"))
         try:
-            for daemon in daemons:
-                await daemon.ready(directory)
-            yield Pair(daemons[0], daemons[1], directory)
+            await source.ready(directory)
+            await target.ready(directory)
+            yield Pair(source, target, directory)
         finally:
-            for daemon in daemons:
-                await daemon.close()
+            await source.close()
+            await target.close()
 
 
 @pytest.fixture
-async def pair(tmp_path: FilePath) -> AsyncIterator[Pair]:
-    async with running(tmp_path) as found:
-        yield found
+async def pair(tmp_path: FilePath) -> AsyncIterator[Pair[LocalDaemon]]:
+    """Both daemons in this process. Their books are checked at the end."""
+    socket = tmp_path / "directory.sock"
+    async with directory_server(socket) as directory:
+        source, target = (LocalDaemon(name, tmp_path, f"unix:{socket}", PathPolicy.AUTO, 64 << 10) for name in ("p", "d"))
+        await source.start()
+        await target.start()
+        yield Pair(source, target, directory)
+        for daemon in (source, target):
+            if daemon.node._life is not None:
+                daemon.node._life.store.check_invariants()
+            await daemon.close()
 
 
 @pytest.mark.parametrize(("policy", "path"), [("auto", Path.SHM), ("shm", Path.SHM), ("tcp", Path.TCP)])
@@ -73,7 +96,7 @@ async def test_pages_arrive_equal_by_the_path_asked_for(
     tokens = 19
     target_layout = replace(LAYOUT, block_tokens=target_block_tokens)
     async with (
-        running(tmp_path, f"--path={policy}") as pair,
+        processes(tmp_path, f"--path={policy}") as pair,
         Worker(pair.source.socket_dir, worker_info(Role.PREFILL)) as prefill,
         Worker(pair.target.socket_dir, worker_info(Role.DECODE, target_layout)) as decode,
     ):
@@ -100,7 +123,7 @@ async def test_pages_arrive_equal_by_the_path_asked_for(
         assert await all_free(pair.target)
 
 
-async def test_a_cached_prefix_stays_where_it_is_and_only_the_rest_travels(pair: Pair) -> None:
+async def test_a_cached_prefix_stays_where_it_is_and_only_the_rest_travels(pair: Pair[LocalDaemon]) -> None:
     async with (
         Worker(pair.source.socket_dir, worker_info()) as prefill,
         Worker(pair.target.socket_dir, worker_info()) as decode,
@@ -122,7 +145,7 @@ async def test_a_cached_prefix_stays_where_it_is_and_only_the_rest_travels(pair:
         assert np.array_equal(decode.tokens(blocks, 8), kept)
 
 
-async def test_cached_blocks_outlive_the_worker_but_not_a_change_of_model(pair: Pair) -> None:
+async def test_cached_blocks_outlive_the_worker_but_not_a_change_of_model(pair: Pair[LocalDaemon]) -> None:
     daemon = pair.source
     async with Worker(daemon.socket_dir, worker_info()) as worker:
         blocks = (await worker.acquire(OwnerId("a"), 2)).blocks
@@ -138,7 +161,7 @@ async def test_cached_blocks_outlive_the_worker_but_not_a_change_of_model(pair: 
         assert ticket.fingerprint.revision == "r2"
 
 
-async def test_a_worker_s_death_frees_its_blocks_fails_its_grants_and_is_announced(pair: Pair) -> None:
+async def test_a_worker_s_death_frees_its_blocks_fails_its_grants_and_is_announced(pair: Pair[LocalDaemon]) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from kvferry.types import OwnerId\n"
         "from tests.integration.daemons import Worker, worker_info\n"
@@ -172,7 +195,7 @@ async def test_a_worker_s_death_frees_its_blocks_fails_its_grants_and_is_announc
         await pair.target.open_grant("r2", 4)
 
 
-async def test_a_grant_that_nobody_uses_is_swept_and_who_awaits_it_is_told(pair: Pair) -> None:
+async def test_a_grant_that_nobody_uses_is_swept_and_who_awaits_it_is_told(pair: Pair[LocalDaemon]) -> None:
     async with Worker(pair.target.socket_dir, worker_info()) as decode:
         ticket = await pair.target.open_grant("r", 9, seconds=0.3)
         with pytest.raises(DeadlineExceededError, match="deadline has passed"):
@@ -180,7 +203,7 @@ async def test_a_grant_that_nobody_uses_is_swept_and_who_awaits_it_is_told(pair:
         assert await all_free(pair.target)
 
 
-async def test_a_revoked_grant_is_over_for_everybody_and_revoking_it_again_is_fine(pair: Pair) -> None:
+async def test_a_revoked_grant_is_over_for_everybody_and_revoking_it_again_is_fine(pair: Pair[LocalDaemon]) -> None:
     async with (
         Worker(pair.source.socket_dir, worker_info()) as prefill,
         Worker(pair.target.socket_dir, worker_info()) as decode,
@@ -203,7 +226,7 @@ async def test_a_revoked_grant_is_over_for_everybody_and_revoking_it_again_is_fi
         assert await all_free(pair.target)
 
 
-async def test_cancelling_who_awaits_loses_nothing(pair: Pair) -> None:
+async def test_cancelling_who_awaits_loses_nothing(pair: Pair[LocalDaemon]) -> None:
     async with (
         Worker(pair.source.socket_dir, worker_info()) as prefill,
         Worker(pair.target.socket_dir, worker_info()) as decode,
@@ -217,7 +240,7 @@ async def test_cancelling_who_awaits_loses_nothing(pair: Pair) -> None:
         assert await decode.await_grant(ticket) == ticket.grant.blocks
 
 
-async def test_giving_a_push_up_fails_the_grant_and_frees_both_sides(pair: Pair) -> None:
+async def test_giving_a_push_up_fails_the_grant_and_frees_both_sides(pair: Pair[LocalDaemon]) -> None:
     async with (
         Worker(pair.source.socket_dir, worker_info()) as prefill,
         Worker(pair.target.socket_dir, worker_info()) as decode,
@@ -235,7 +258,7 @@ async def test_giving_a_push_up_fails_the_grant_and_frees_both_sides(pair: Pair)
         await eventually(lambda: all_free(pair.target), "free", 2)
 
 
-async def test_blocks_let_go_under_a_push_are_free_only_after_it(pair: Pair) -> None:
+async def test_blocks_let_go_under_a_push_are_free_only_after_it(pair: Pair[LocalDaemon]) -> None:
     async with (
         Worker(pair.source.socket_dir, worker_info()) as prefill,
         Worker(pair.target.socket_dir, worker_info()),
@@ -254,8 +277,8 @@ async def test_blocks_let_go_under_a_push_are_free_only_after_it(pair: Pair) -> 
         assert record.outcome is HandoffOutcome.FAILED
 
 
-async def test_a_target_killed_under_a_push_fails_it_and_the_restarted_one_serves(pair: Pair) -> None:
-    async with Worker(pair.source.socket_dir, worker_info()) as prefill:
+async def test_a_target_killed_under_a_push_fails_it_and_the_restarted_one_serves(tmp_path: FilePath) -> None:
+    async with processes(tmp_path) as pair, Worker(pair.source.socket_dir, worker_info()) as prefill:
         async with Worker(pair.target.socket_dir, worker_info()):
             ticket = await pair.target.open_grant("r", 9)
             await prefill.acquire(OwnerId("s"), 3)
@@ -279,7 +302,7 @@ async def test_a_target_killed_under_a_push_fails_it_and_the_restarted_one_serve
             assert await decode.await_grant(again) == again.grant.blocks
 
 
-async def test_pages_that_would_not_fit_or_mean_something_else_are_refused_with_every_difference(pair: Pair) -> None:
+async def test_pages_that_would_not_fit_or_mean_something_else_are_refused_with_every_difference(pair: Pair[LocalDaemon]) -> None:
     async with Worker(pair.source.socket_dir, worker_info()) as prefill:
         await prefill.acquire(OwnerId("s"), 3)
         wide = replace(LAYOUT, heads=4)
@@ -295,14 +318,14 @@ async def test_pages_that_would_not_fit_or_mean_something_else_are_refused_with_
                 await prefill.push(OwnerId("s"), ticket, prefill.layer_by_layer(9, 9))
 
 
-async def test_what_a_daemon_refuses_at_attaching_and_granting(pair: Pair) -> None:
+async def test_what_a_daemon_refuses_at_attaching_and_granting(pair: Pair[LocalDaemon], caplog: pytest.LogCaptureFixture) -> None:
     daemon = pair.target
     huge = replace(LAYOUT, block_tokens=4096)
     with pytest.raises(MemoryUnavailableError, match=r"65536 bytes.*1572864.*--pool-bytes"):
         async with Worker(daemon.socket_dir, worker_info(layout=huge)):
             pass
     async with Worker(daemon.socket_dir, worker_info(Role.PREFILL, context=100_000)) as worker:
-        assert "does not fit: context=100000" in daemon.log.read_text()
+        assert "does not fit: context=100000" in caplog.text
         with pytest.raises(OverloadedError, match=r"a prefill worker at 127\.0\.0\.1:1"):
             async with Worker(daemon.socket_dir, worker_info()):
                 pass

@@ -113,6 +113,19 @@ async def test_a_change_is_announced_at_once(monkeypatch: pytest.MonkeyPatch) ->
     task.cancel()
 
 
+async def test_an_announcer_stops_even_when_a_change_comes_at_the_same_moment() -> None:
+    directory = FlakyDirectory()
+    announcer = Announcer(directory, lambda: NODE)
+    task = asyncio.create_task(announcer.run())
+    await directory.next_call()
+    await asyncio.sleep(0)
+    announcer.changed()
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=2)
+    assert done
+
+
 async def test_memory_goes_to_our_own_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = create_arena(4096, None)
     path = tmp_path / "memory.sock"
