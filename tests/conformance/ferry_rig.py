@@ -274,4 +274,4 @@ def nothing_left() -> Iterator[None]:
         thread.join(PATIENCE)  # one that is ending by itself may do so
         assert not thread.is_alive(), thread
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # noqa: PTH208

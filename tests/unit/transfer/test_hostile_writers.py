@@ -302,8 +302,8 @@ def test_a_payload_that_never_ends_frees_its_blocks(target: Target, stop: str, m
     assert isinstance(target.gate.failed[grant.grant], PeerUnavailableError)
 
 
-def test_a_payload_that_stalls_is_given_up_when_its_grant_ends(target: Target) -> None:
-    """Long before a frame may last."""
+def test_a_payload_that_stalls_is_given_up_when_its_grant_ends(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbound, "FRAME_SECONDS", 10 * PATIENCE)
     grant = target.gate.open(16, seconds=0.3)
     with Writer(target, Path.TCP).greet() as writer:
         writer.send(write_of(grant, PagesReady(0, 3, 0, 16)), payload=b"\xee")
