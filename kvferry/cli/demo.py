@@ -13,6 +13,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +34,7 @@ _LONG_PROMPT = (
         f"Day {day}: ferry {day % 7 + 1} left the north quay with {day * 37 % 90 + 10} crates of letters and came back light.\n"
         for day in range(1, 34)
     )
-    + "In short, the log says that"
+    + "Day 34: ferry"
 )
 
 
@@ -173,9 +174,14 @@ def _plain(row: Row) -> dict[str, object]:
 
 
 def _show(console: Console, rows: Sequence[Row]) -> None:
-    table = Table(title="prefilled in one process, decoded in another", caption="equal: to the undivided model, token by token")
+    table = Table(
+        title="prefilled in one process, decoded in another",
+        caption="prompt and tokens: counts; equal: to the undivided model, token by token",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for heading in ("request", "prompt", "tokens", "TTFT", "TPOT", "KV moved", "path", "GB/s", "equal"):
-        table.add_column(heading, justify="left" if heading in ("request", "path") else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "request" else "right", no_wrap=True)
     for row in rows:
         answer = row.answer
         table.add_row(
