@@ -25,7 +25,7 @@ from kvferry.generation import Token, WorkerLoad
 from kvferry.handoff import HandoffReport, Ticket
 from kvferry.node import NodeInfo, NodeStatus, WorkerInfo
 from kvferry.proto import daemon_pb2, directory_pb2, worker_pb2
-from kvferry.proto.codec import values
+from kvferry.proto.codec import daemon, directory, shared, worker
 from kvferry.proto.codec.rpc import Rpc, Wire
 from kvferry.types import BlockId, NodeAddress, OwnerId
 
@@ -61,18 +61,18 @@ def _empty(message: type[Message]) -> Wire[Empty]:
 OPEN_GRANT: Rpc[OpenGrant, Ticket] = Rpc(
     _DAEMON,
     "OpenGrant",
-    Wire(daemon_pb2.OpenGrantRequest, values.write_open_grant, values.read_open_grant),
+    Wire(daemon_pb2.OpenGrantRequest, daemon.write_open_grant, daemon.read_open_grant),
     Wire(
         daemon_pb2.OpenGrantResponse,
-        lambda ticket: daemon_pb2.OpenGrantResponse(ticket=values.write_ticket(ticket)),
-        lambda message: values.read_ticket(message.ticket),
+        lambda ticket: daemon_pb2.OpenGrantResponse(ticket=shared.write_ticket(ticket)),
+        lambda message: shared.read_ticket(message.ticket),
     ),
     stage=Stage.GRANT,
 )
 REVOKE_GRANT: Rpc[RevokeGrant, Empty] = Rpc(
     _DAEMON,
     "RevokeGrant",
-    Wire(daemon_pb2.RevokeGrantRequest, values.write_revoke_grant, values.read_revoke_grant),
+    Wire(daemon_pb2.RevokeGrantRequest, daemon.write_revoke_grant, daemon.read_revoke_grant),
     _empty(daemon_pb2.RevokeGrantResponse),
     stage=Stage.GRANT,
 )
@@ -80,36 +80,36 @@ GET_STATUS: Rpc[Empty, NodeStatus] = Rpc(
     _DAEMON,
     "GetStatus",
     _empty(daemon_pb2.GetStatusRequest),
-    Wire(daemon_pb2.GetStatusResponse, values.write_status, values.read_status),
+    Wire(daemon_pb2.GetStatusResponse, daemon.write_status, daemon.read_status),
 )
 ATTACH: Rpc[WorkerInfo, Attached] = Rpc(
     _ATTACHMENT,
     "Attach",
     Wire(
         daemon_pb2.AttachRequest,
-        lambda worker: daemon_pb2.AttachRequest(worker=values.write_worker_info(worker)),
-        lambda message: values.read_worker_info(message.worker),
+        lambda info: daemon_pb2.AttachRequest(worker=shared.write_worker_info(info)),
+        lambda message: shared.read_worker_info(message.worker),
     ),
-    Wire(daemon_pb2.AttachResponse, values.write_attached, values.read_attached),
+    Wire(daemon_pb2.AttachResponse, daemon.write_attached, daemon.read_attached),
     stage=Stage.ATTACH,
     streams_out=True,
 )
 ACQUIRE: Rpc[Acquire, Acquired] = Rpc(
     _ATTACHMENT,
     "Acquire",
-    Wire(daemon_pb2.AcquireRequest, values.write_acquire, values.read_acquire),
-    Wire(daemon_pb2.AcquireResponse, values.write_acquired, values.read_acquired),
+    Wire(daemon_pb2.AcquireRequest, daemon.write_acquire, daemon.read_acquire),
+    Wire(daemon_pb2.AcquireResponse, daemon.write_acquired, daemon.read_acquired),
 )
 EXTEND: Rpc[Extend, tuple[BlockId, ...]] = Rpc(
     _ATTACHMENT,
     "Extend",
-    Wire(daemon_pb2.ExtendRequest, values.write_extend, values.read_extend),
-    Wire(daemon_pb2.ExtendResponse, values.write_extended, values.read_extended),
+    Wire(daemon_pb2.ExtendRequest, daemon.write_extend, daemon.read_extend),
+    Wire(daemon_pb2.ExtendResponse, daemon.write_extended, daemon.read_extended),
 )
 SEAL: Rpc[Seal, Empty] = Rpc(
     _ATTACHMENT,
     "Seal",
-    Wire(daemon_pb2.SealRequest, values.write_seal, values.read_seal),
+    Wire(daemon_pb2.SealRequest, daemon.write_seal, daemon.read_seal),
     _empty(daemon_pb2.SealResponse),
 )
 RELEASE: Rpc[OwnerId, Empty] = Rpc(
@@ -125,18 +125,18 @@ RELEASE: Rpc[OwnerId, Empty] = Rpc(
 AWAIT_GRANT: Rpc[AwaitGrant, tuple[BlockId, ...]] = Rpc(
     _ATTACHMENT,
     "AwaitGrant",
-    Wire(daemon_pb2.AwaitGrantRequest, values.write_await_grant, values.read_await_grant),
-    Wire(daemon_pb2.AwaitGrantResponse, values.write_awaited, values.read_awaited),
+    Wire(daemon_pb2.AwaitGrantRequest, daemon.write_await_grant, daemon.read_await_grant),
+    Wire(daemon_pb2.AwaitGrantResponse, daemon.write_awaited, daemon.read_awaited),
     stage=Stage.HANDOFF,
 )
 PUSH: Rpc[PushMessage, HandoffReport] = Rpc(
     _ATTACHMENT,
     "Push",
-    Wire(daemon_pb2.PushRequest, values.write_push, values.read_push),
+    Wire(daemon_pb2.PushRequest, daemon.write_push, daemon.read_push),
     Wire(
         daemon_pb2.PushResponse,
-        lambda report: daemon_pb2.PushResponse(report=values.write_report(report)),
-        lambda message: values.read_report(message.report),
+        lambda report: daemon_pb2.PushResponse(report=shared.write_report(report)),
+        lambda message: shared.read_report(message.report),
     ),
     stage=Stage.HANDOFF,
     streams_in=True,
@@ -144,16 +144,16 @@ PUSH: Rpc[PushMessage, HandoffReport] = Rpc(
 PREFILL: Rpc[PrefillWork, PrefillOutput] = Rpc(
     _WORKER,
     "Prefill",
-    Wire(worker_pb2.PrefillRequest, values.write_prefill, values.read_prefill),
-    Wire(worker_pb2.PrefillResponse, values.write_prefill_output, values.read_prefill_output),
+    Wire(worker_pb2.PrefillRequest, worker.write_prefill, worker.read_prefill),
+    Wire(worker_pb2.PrefillResponse, worker.write_prefill_output, worker.read_prefill_output),
     stage=Stage.PREFILL,
     streams_out=True,
 )
 DECODE: Rpc[DecodeWork, Token] = Rpc(
     _WORKER,
     "Decode",
-    Wire(worker_pb2.DecodeRequest, values.write_decode, values.read_decode),
-    Wire(worker_pb2.DecodeResponse, values.write_decode_output, values.read_decode_output),
+    Wire(worker_pb2.DecodeRequest, worker.write_decode, worker.read_decode),
+    Wire(worker_pb2.DecodeResponse, worker.write_decode_output, worker.read_decode_output),
     stage=Stage.DECODE,
     streams_out=True,
 )
@@ -161,12 +161,12 @@ GET_LOAD: Rpc[Empty, WorkerLoad] = Rpc(
     _WORKER,
     "GetLoad",
     _empty(worker_pb2.GetLoadRequest),
-    Wire(worker_pb2.GetLoadResponse, values.write_load, values.read_load),
+    Wire(worker_pb2.GetLoadResponse, worker.write_load, worker.read_load),
 )
 ANNOUNCE: Rpc[Announce, Empty] = Rpc(
     _DIRECTORY,
     "Announce",
-    Wire(directory_pb2.AnnounceRequest, values.write_announce, values.read_announce),
+    Wire(directory_pb2.AnnounceRequest, directory.write_announce, directory.read_announce),
     _empty(directory_pb2.AnnounceResponse),
 )
 WITHDRAW: Rpc[NodeAddress, Empty] = Rpc(
@@ -174,8 +174,8 @@ WITHDRAW: Rpc[NodeAddress, Empty] = Rpc(
     "Withdraw",
     Wire(
         directory_pb2.WithdrawRequest,
-        lambda address: directory_pb2.WithdrawRequest(address=values.write_address(address)),
-        lambda message: values.read_address(message.address),
+        lambda address: directory_pb2.WithdrawRequest(address=shared.write_address(address)),
+        lambda message: shared.read_address(message.address),
     ),
     _empty(directory_pb2.WithdrawResponse),
 )
@@ -183,5 +183,5 @@ LIST_NODES: Rpc[Empty, tuple[NodeInfo, ...]] = Rpc(
     _DIRECTORY,
     "ListNodes",
     _empty(directory_pb2.ListNodesRequest),
-    Wire(directory_pb2.ListNodesResponse, values.write_nodes, values.read_nodes),
+    Wire(directory_pb2.ListNodesResponse, directory.write_nodes, directory.read_nodes),
 )

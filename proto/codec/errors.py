@@ -18,7 +18,7 @@ from kvferry.errors import (
     Where,
 )
 from kvferry.proto import types_pb2
-from kvferry.proto.codec.values import read_error, write_error
+from kvferry.proto.codec.shared import read_error, write_error
 
 __all__ = ["CODES", "from_rpc_error", "to_status"]
 
