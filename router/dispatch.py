@@ -219,8 +219,8 @@ class Run:
                 case steps.Emit():
                     assert self._piece is not None  # noqa: S101 - Emit answers a token
                     self._ready.append(self._piece)
-                case steps.Blame(part, error):
-                    self._blame(part, error)
+                case steps.Blame(error=error):
+                    self._blame(error)
                 case steps.Retry(part, error):
                     self._forget(part, error)
                 case steps.End():
@@ -237,11 +237,22 @@ class Run:
         try:
             await work
         except KvferryError as error:
-            await self._events.put((number, steps.Failed(failed, error), None))
+            await self._events.put((number, steps.Failed(failed, self._placed(error, failed)), None))
         except Exception as defect:
             log.exception("%s failed by a defect", failed.value)
             internal = InternalError(f"{failed.value} failed", where=Where(stage=failed.stage), why=repr(defect))
             await self._events.put((number, steps.Failed(failed, internal), None))
+
+    def _placed(self, error: KvferryError, part: Part) -> KvferryError:
+        """``error`` with its stage and peer, where who raised it could not know them."""
+        where = error.where
+        stage = where.stage or part.stage
+        peer = where.peer
+        if peer is None and stage is not Stage.HANDOFF and self.pair is not None and part is not Part.CHOICE:
+            peer = str((self.pair.prefill if part is Part.PREFILL else self.pair.decode).address)
+        if (stage, peer) == (where.stage, where.peer):
+            return error
+        return type(error)(error.what, where=Where(stage, peer, where.path), why=error.why, hint=error.hint, field=error.field)
 
     async def _put(self, event: steps.Event, value: Any = None) -> None:
         await self._events.put((self._machine.attempt, event, value))
@@ -344,8 +355,8 @@ class Run:
     def _give_back(self, ticket: Ticket, why: str) -> None:
         _ = self._dispatcher.keep(self._dispatcher.revoke(self._chosen(), ticket, why))
 
-    def _blame(self, part: Part, error: KvferryError) -> None:
-        """Warn others of the node at fault: the one the error names, else both after a hand-off, else the one called."""
+    def _blame(self, error: KvferryError) -> None:
+        """Warn others of the node at fault: the one the error names, else, after a hand-off, the pair."""
         pair = self._chosen()
         if self._only is not None:
             return  # a probe's result says it all
@@ -353,10 +364,8 @@ class Run:
         named = [member.address for member in (pair.prefill, pair.decode) if str(member.address) == error.where.peer]
         if named:
             cluster.node_failed(named[0], error)
-        elif error.where.stage is Stage.HANDOFF or error.where.peer is not None:
-            cluster.pair_failed(pair, error)
         else:
-            cluster.node_failed((pair.prefill if part is Part.PREFILL else pair.decode).address, error)
+            cluster.pair_failed(pair, error)
 
     def _forget(self, part: Part, error: KvferryError) -> None:
         log.warning("attempt failed: %s", shown(request=self._request(), part=part.value, pair=self.pair, error=error))

@@ -108,6 +108,7 @@ async def test_decode_dies_after_the_first_token(nodes: list[FakeNode], tokens: 
         events = stream_events(await cluster.complete(max_tokens=100, stream=True))
         assert events[-1]["error"]["code"] == "peer_unavailable"
         assert "the engine is gone" in events[-1]["error"]["message"]
+        assert f"stage=decode peer={nodes[1].address}" in events[-1]["error"]["message"]
         assert TEXT.startswith(text_of(events))
         await cluster.idle(nodes)
         # Somebody who has seen nothing is served by another attempt.
@@ -147,7 +148,7 @@ async def test_a_pool_that_stays_full_is_429(nodes: list[FakeNode], monkeypatch:
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"] == {
-            "message": "full. Wait.",
+            "message": f"full [stage=grant peer={nodes[1].address}]. Wait.",
             "type": "rate_limit_error",
             "param": None,
             "code": "out_of_blocks",
