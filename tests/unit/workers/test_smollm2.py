@@ -522,6 +522,14 @@ def test_disk_that_fills_up_during_the_work(small: Path, tmp_path: Path, monkeyp
     assert visible(tmp_path) == []
 
 
+def test_what_another_version_wrote_is_converted_anew(small: Path, tmp_path: Path) -> None:
+    directory = smollm2.convert(tmp_path)
+    manifest = json.loads((directory / smollm2.MANIFEST).read_text())
+    (directory / smollm2.MANIFEST).write_text(json.dumps({**manifest, "conversion": smollm2.CONVERSION - 1}))
+    assert smollm2.convert(tmp_path) == directory
+    assert json.loads((directory / smollm2.MANIFEST).read_text()) == manifest
+
+
 def test_manifest_tells_where_the_model_came_from(small: Path, tmp_path: Path) -> None:
     manifest = json.loads((smollm2.convert(tmp_path) / smollm2.MANIFEST).read_text())
     assert manifest["source"] == small.name
