@@ -106,7 +106,7 @@ async def call(channel: grpc.aio.Channel, rpc: Rpc[Q, A], request: Q, timeout: f
     multi = channel.unary_unary(rpc.path, _serialize, rpc.response.message.FromString)
     try:
         answer = await multi(rpc.request.write(request), timeout=timeout)
-    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
         raise _failure(error, rpc, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
 
@@ -121,7 +121,7 @@ async def stream(
         running = multi(rpc.request.write(request), timeout=timeout)
         async for answer in running:
             yield _read(rpc.response, answer, rpc.method, peer)
-    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
         raise _failure(error, rpc, peer) from error
     finally:
         if running is not None:
@@ -133,7 +133,7 @@ async def send(channel: grpc.aio.Channel, rpc: Rpc[Q, A], requests: AsyncIterato
     multi = channel.stream_unary(rpc.path, _serialize, rpc.response.message.FromString)
     try:
         answer = await multi((rpc.request.write(request) async for request in requests), timeout=timeout)
-    except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
         raise _failure(error, rpc, peer) from error
     return _read(rpc.response, answer, rpc.method, peer)
 
@@ -218,12 +218,18 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], rpc: Rpc[Any, Any]
     raise asyncio.CancelledError  # abort_with_status has raised already; this tells the type checker
 
 
-def _failure(error: grpc.aio.AioRpcError | grpc.aio.UsageError, rpc: Rpc[Any, Any], peer: str) -> KvferryError:
+def _failure(
+    error: grpc.aio.AioRpcError | grpc.aio.UsageError | asyncio.CancelledError, rpc: Rpc[Any, Any], peer: str
+) -> KvferryError:
+    """What a failed call means. Raises the cancellation of the calling task itself."""
     where = Where(stage=rpc.stage, peer=peer)
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc_error(error, rpc.method, where)
-    # What grpc says of a call on a channel that was closed meanwhile: the tie to the peer had been given up.
-    return PeerUnavailableError(f"{rpc.method} did not reach its peer", where=where, why=str(error))
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+    # What grpc says of a call on a channel that is closed, before or during it: the tie to the peer had been given up.
+    return PeerUnavailableError(f"{rpc.method} did not reach its peer", where=where, why=str(error) or "the channel was closed")
 
 
 def _serialize(message: Message) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path as FilePath
@@ -167,6 +168,47 @@ async def test_errors_arrive_as_themselves(tmp_path: FilePath) -> None:
     with pytest.raises((PeerUnavailableError, DeadlineExceededError), match="peer"):
         await rpc.call(channel, api.EXTEND, control.Extend(OwnerId("o"), 3), 1, "peer")
     await channel.close()
+
+
+async def test_a_channel_closed_during_a_call_is_a_lost_peer_and_no_cancellation(tmp_path: FilePath) -> None:
+    never = asyncio.Event()
+
+    async def extend(request: control.Extend, call: rpc.Call) -> tuple[BlockId, ...]:
+        await never.wait()
+        return ()
+
+    async def push(messages: AsyncIterator[control.PushMessage], call: rpc.Call) -> Any:
+        async for _ in messages:
+            pass
+        await never.wait()
+
+    async def decode(request: control.DecodeWork, call: rpc.Call) -> AsyncIterator[Token]:
+        yield Token(1)
+        await never.wait()
+
+    target = f"unix:{tmp_path / 's'}"
+    server = await rpc.new_server([[(api.EXTEND, extend), (api.PUSH, push)], [(api.DECODE, decode)]])
+    rpc.bind(server, target)
+    await server.start()
+    channel = rpc.connect(target)
+    work = control.DecodeWork(RequestId("r"), "", (1, 2), 1, SamplingParams(), 1, 1)  # type: ignore[arg-type]
+    tokens = rpc.stream(channel, api.DECODE, work, 5, "peer")
+    assert await anext(tokens) == Token(1)
+    wanted = control.Extend(OwnerId("o"), 1)
+    given_up = asyncio.create_task(rpc.call(channel, api.EXTEND, wanted, 5, "peer"))
+    lost = [
+        asyncio.create_task(rpc.call(channel, api.EXTEND, wanted, 5, "peer")),
+        asyncio.create_task(rpc.send(channel, api.PUSH, _pages(), 5, "peer")),
+        asyncio.ensure_future(anext(tokens)),
+    ]
+    await asyncio.sleep(0.1)  # they are on their way
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    await channel.close()
+    for outcome in await asyncio.gather(*lost, return_exceptions=True):
+        assert isinstance(outcome, PeerUnavailableError), repr(outcome)
+    await server.stop(0)
 
 
 async def _pages() -> AsyncIterator[control.PushMessage]:
