@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvferry.control import Acquire, Acquired, Attached, AwaitGrant, Extend, PushMessage, Seal
-from kvferry.errors import OverloadedError, PeerUnavailableError, Stage, Where
+from kvferry.errors import DeadlineExceededError, OverloadedError, PeerUnavailableError, Stage, Where
 from kvferry.handoff import HandoffReport
 from kvferry.keys import BlockKey
 from kvferry.kvstore.arena import Arena, attach_arena
@@ -58,7 +58,20 @@ class Attachment:
         return await rpc.send(self.channel, api.PUSH, messages, timeout, self.daemon)
 
     async def release(self, owner: OwnerId) -> None:
-        await rpc.call(self.channel, api.RELEASE, owner, _CALL_SECONDS, self.daemon)
+        await self.ask(api.RELEASE, owner)
+
+    async def ask(self, method: rpc.Rpc[Any, R], request: object) -> R:
+        """Ask for what the daemon answers from memory.
+
+        No answer in time ends the attachment: nobody knows what the daemon will still do, and a new one starts clean.
+        """
+        try:
+            return await rpc.call(self.channel, method, request, _CALL_SECONDS, self.daemon)
+        except DeadlineExceededError as error:
+            await self.channel.close()
+            raise PeerUnavailableError(
+                f"{method.method} was not answered within {_CALL_SECONDS:g} s", where=error.where, hint="Retry."
+            ) from error
 
 
 class DaemonBlocks:
@@ -72,19 +85,16 @@ class DaemonBlocks:
         self._loop = loop
 
     def acquire(self, owner: OwnerId, keys: Sequence[BlockKey], blocks: int) -> Acquired:
-        return self._wait(self._call(api.ACQUIRE, Acquire(owner, tuple(keys), blocks)))
+        return self._wait(self._attachment.ask(api.ACQUIRE, Acquire(owner, tuple(keys), blocks)))
 
     def extend(self, owner: OwnerId, blocks: int) -> tuple[BlockId, ...]:
-        return self._wait(self._call(api.EXTEND, Extend(owner, blocks)))
+        return self._wait(self._attachment.ask(api.EXTEND, Extend(owner, blocks)))
 
     def seal(self, owner: OwnerId, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
-        self._wait(self._call(api.SEAL, Seal(owner, tuple(blocks), tuple(keys))))
+        self._wait(self._attachment.ask(api.SEAL, Seal(owner, tuple(blocks), tuple(keys))))
 
     def release(self, owner: OwnerId) -> None:
         self._wait(self._attachment.release(owner))
-
-    async def _call(self, method: rpc.Rpc[Any, R], request: object) -> R:
-        return await rpc.call(self._attachment.channel, method, request, _CALL_SECONDS, self._attachment.daemon)
 
     def _wait(self, call: Coroutine[Any, Any, R]) -> R:
         if self._loop.is_closed():
@@ -97,12 +107,13 @@ async def keep_attached(
     socket_dir: Path,
     worker: WorkerInfo,
     attached: Callable[[Attachment], Awaitable[None]],
-    detached: Callable[[PeerUnavailableError], None],
+    detached: Callable[[PeerUnavailableError], Awaitable[None]],
 ) -> None:
     """Attach to the daemon behind ``socket_dir``, again and again, until cancelled.
 
-    ``attached`` is called with each new attachment, ``detached`` when one ends. Raises the daemon's own error where it
-    refuses this worker for good (a pool too small for the layout, say).
+    ``attached`` is called with each new attachment, ``detached`` when one ends; its calls fail at once by then, and the next
+    attachment waits until ``detached`` returns. Raises the daemon's own error where it refuses this worker for
+    good (a pool too small for the layout, say).
     """
     taken_since: float | None = None
     loop = asyncio.get_running_loop()
@@ -124,7 +135,7 @@ async def _attach_once(
     socket_dir: Path,
     worker: WorkerInfo,
     attached: Callable[[Attachment], Awaitable[None]],
-    detached: Callable[[PeerUnavailableError], None],
+    detached: Callable[[PeerUnavailableError], Awaitable[None]],
 ) -> None:
     peer = f"daemon at {socket_dir}"
     channel = rpc.connect(f"unix:{socket_dir / 'control.sock'}")
@@ -144,7 +155,8 @@ async def _attach_once(
             "the worker lost its daemon", where=Where(stage=Stage.ATTACH, peer=str(first.address)), why=why, hint="Retry."
         )
         log.warning("%s", lost)
-        detached(lost)
+        await channel.close()
+        await detached(lost)
     except StopAsyncIteration:
         raise PeerUnavailableError("the daemon ended the attachment at once", where=Where(peer=peer)) from None
     finally:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -133,9 +134,18 @@ class Engine:
         """
         self._post(lambda: self._end_all([found] if (found := self._sequences.get(owner)) else [], error))
 
-    def fail_all(self, error: KvferryError) -> None:
-        """End every sequence."""
-        self._post(lambda: self._end_all(list(self._sequences.values()), error))
+    def fail_all(self, error: KvferryError) -> Future[None]:
+        """End every sequence. Done when no step writes to their blocks any more."""
+        ended: Future[None] = Future()
+
+        def end() -> None:
+            try:
+                self._end_all(list(self._sequences.values()), error)
+            finally:
+                ended.set_result(None)
+
+        self._post(end)
+        return ended
 
     def replace(self, cache: KvCache, blocks: BlockSource) -> None:
         """Go on with new memory. What was held in the old one is gone: sequences still there end with PeerUnavailableError."""
@@ -268,8 +278,9 @@ class Engine:
                 sequence.blocks += self._blocks.extend(sequence.owner, missing)
             except OutOfBlocksError:
                 giving_way = victim(self._sequences.values())
-                if giving_way is None:
+                if giving_way is None or needed > self._cache.layout.blocks:
                     raise
+                # The last one left gives way too: those who hold the other blocks, by grants, may need its own to go on.
                 log.info("out of blocks: %s gives way and is computed again later", giving_way.owner)
                 giving_way.preempt()
                 self._release(giving_way.owner)

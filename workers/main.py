@@ -95,10 +95,11 @@ class _EngineRunner:
             self._engine.replace(cache, blocks)
         self._service.attach(self._engine, attachment)
 
-    def detached(self, error: PeerUnavailableError) -> None:
+    async def detached(self, error: PeerUnavailableError) -> None:
+        """Returns when the engine has let go of the pool: whoever attaches again may find its blocks granted anew."""
         self._service.detach()
         if self._engine is not None:
-            self._engine.fail_all(error)
+            await asyncio.shield(asyncio.wrap_future(self._engine.fail_all(error)))
 
     def stop(self) -> None:
         self._stop.set()

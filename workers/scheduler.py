@@ -44,9 +44,9 @@ def has_room(sequences: Iterable[Sequence], chunk_tokens: int, max_sequences: in
 
 
 def victim(sequences: Iterable[Sequence]) -> Sequence | None:
-    """The decode sequence that arrived last: it has the least to lose. None where giving way helps nobody: it is alone."""
+    """The decode sequence that arrived last: it has the least to lose. None where none is decoding."""
     decoding = [sequence for sequence in _running(sequences) if sequence.stage is Stage.DECODE]
-    return decoding[-1] if len(decoding) > 1 else None
+    return decoding[-1] if decoding else None
 
 
 def _running(sequences: Iterable[Sequence]) -> list[Sequence]:

@@ -131,6 +131,23 @@ def test_a_lone_sequence_that_cannot_grow_fails(llama: Pair, rng: random.Random)
     assert heard.ids == generate(llama.plain, prompt, 15, eos=[-1])[1:]
 
 
+def test_a_lone_sequence_waits_for_blocks_that_others_hold(llama: Pair, rng: random.Random) -> None:
+    rig = Rig(llama.paged, block_tokens=4, blocks=8)
+    prompt = prompt_of(rng, 10)
+    rig.hold("a grant", prompt_of(rng, 16))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    heard, _ = filled(rig, "a", prompt, params)
+    rig.run()
+    assert heard.error is None
+    assert rig.engine.load() == WorkerLoad(running=0, waiting=1)
+    assert rig.blocks.free == 4, "what it held may be just what the others lack"
+    rig.blocks.release(decode_of("a grant"))
+    rig.clock.advance(1)
+    rig.run()
+    assert heard.ids == generate(llama.plain, prompt, 20, eos=[-1])[1:]
+    assert rig.blocks.free == 8
+
+
 def test_a_preempted_sequence_can_be_cancelled(llama: Pair, rng: random.Random) -> None:
     rig = Rig(llama.paged, block_tokens=4, blocks=8)
     old, _ = filled(rig, "old", prompt_of(rng, 10), SamplingParams(max_tokens=12, ignore_eos=True))
@@ -258,8 +275,10 @@ def test_a_daemon_that_goes_ends_everything_and_new_memory_serves_again(
         rig.engine.step()
     gone = PeerUnavailableError("the daemon is gone")
     rig.blocks.broken = broken
-    rig.engine.fail_all(gone)
+    ended = rig.engine.fail_all(gone)
+    assert not ended.done(), "a step may be writing"
     rig.engine.step()
+    assert ended.done()
     assert decoding.error is gone
     assert prefilling.error is gone
     unlucky = rig.prefill("u", prompt_of(rng, 9), LONG)

@@ -75,7 +75,7 @@ def test_room_means_a_part_in_the_next_step(of: list[Sequence], chunk_tokens: in
 @given(many)
 def test_the_victim_is_the_youngest_of_several_decoding(of: list[Sequence]) -> None:
     decoding = [one for one in of if one.stage is Stage.DECODE and one.state is State.RUNNING]
-    assert victim(of) is (decoding[-1] if len(decoding) > 1 else None)
+    assert victim(of) is (decoding[-1] if decoding else None)
 
 
 def test_a_prompt_is_computed_beside_generation() -> None:
