@@ -58,10 +58,11 @@ class WorkerService:
             if push is not None and token.finish is None:
                 yield PrefillOutput(await push, cached_tokens)
         finally:
+            # First, and without waiting: the caller's cancellation may come at any await, here too.
+            _give_up(engine, prefill_owner(work.request), Stage.PREFILL)
             if push is not None:
                 push.cancel()
                 await asyncio.gather(push, return_exceptions=True)
-            _give_up(engine, prefill_owner(work.request), Stage.PREFILL)
 
     async def decode(self, work: DecodeWork, call: rpc.Call) -> AsyncIterator[Token]:
         """Tokens after the first, once the grant is complete."""
@@ -81,7 +82,7 @@ class WorkerService:
             if taken:
                 _give_up(engine, decode_owner(work.request), Stage.DECODE)
             else:
-                await _release_unused(attachment, work)
+                await asyncio.shield(asyncio.create_task(_release_unused(attachment, work)))
 
     def _ready(self, stage: Stage) -> tuple[Engine, Attachment]:
         if self._engine is None or self._attachment is None:
