@@ -245,6 +245,8 @@ class Attempts:
         return [Choose()]
 
     def _expire(self, _: Event, __: float) -> Sequence[Command]:
+        if self._full_since is not None and self.state in (State.WAITING, State.CHOOSING, State.GRANTING):
+            return self._end(self._last_error)  # it never had room: come back later
         stage = _STAGE_OF_STATE[self.state]
         error = DeadlineExceededError(
             "the request was not done in time",

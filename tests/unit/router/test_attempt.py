@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import InternalError, KvferryError, OutOfBlocksError, PeerUnavailableError, Reason, Stage, Where, error_class
+from kvferry.errors import (
+    DeadlineExceededError,
+    InternalError,
+    KvferryError,
+    OutOfBlocksError,
+    PeerUnavailableError,
+    Reason,
+    Stage,
+    Where,
+    error_class,
+)
 from kvferry.router import steps
 from kvferry.router.attempt import _TRANSITIONS, FULL_SECONDS, Attempts, Rules, State
 from kvferry.router.steps import Part
@@ -75,6 +85,21 @@ def test_a_full_pool_is_waited_for_no_longer_than_the_bound() -> None:
             now += waits[0]
             attempts.handle(steps.TimerFired(), now)
     assert FULL_SECONDS <= now < FULL_SECONDS + 2
+
+
+def test_a_deadline_that_comes_while_the_pool_is_full_says_so() -> None:
+    full = OutOfBlocksError("full")
+    for events in ((), (steps.TimerFired(),), (steps.TimerFired(), steps.Chosen())):
+        attempts = machine(deadline=5)
+        for event in (steps.Chosen(), steps.Failed(Part.GRANT, full), *events):
+            attempts.handle(event, 1)
+        assert attempts.handle(steps.DeadlinePassed(), 5) == [steps.End(full)]
+    attempts = machine(deadline=5)
+    for event in (steps.Chosen(), steps.Failed(Part.GRANT, full), steps.TimerFired(), steps.Chosen(), steps.Granted()):
+        attempts.handle(event, 1)
+    ended = attempts.handle(steps.DeadlinePassed(), 5)[-1]
+    assert isinstance(ended, steps.End)
+    assert isinstance(ended.error, DeadlineExceededError), "it had room and was too slow"
 
 
 def test_after_a_token_was_seen_the_client_is_told() -> None:
