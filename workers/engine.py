@@ -277,8 +277,16 @@ class Engine:
             try:
                 sequence.blocks += self._blocks.extend(sequence.owner, missing)
             except OutOfBlocksError:
+                layout = self._cache.layout
+                if needed > layout.blocks:
+                    raise InvalidRequestError(
+                        f"the answer outgrows a pool of {layout.blocks} blocks of {layout.block_tokens} tokens",
+                        where=Where(stage=sequence.stage),
+                        hint="Ask for fewer tokens, or give the daemon a larger --pool-bytes.",
+                        field="max_tokens",
+                    ) from None
                 giving_way = victim(self._sequences.values())
-                if giving_way is None or needed > self._cache.layout.blocks:
+                if giving_way is None:
                     raise
                 # The last one left gives way too: those who hold the other blocks, by grants, may need its own to go on.
                 log.info("out of blocks: %s gives way and is computed again later", giving_way.owner)

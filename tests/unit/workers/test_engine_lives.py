@@ -16,7 +16,6 @@ from kvferry.errors import (
     ConfigError,
     InternalError,
     InvalidRequestError,
-    OutOfBlocksError,
     PeerUnavailableError,
 )
 from kvferry.generation import SamplingParams, Token, WorkerLoad
@@ -120,12 +119,13 @@ def test_blocks_freed_by_others_are_found_after_a_pause(llama: Pair, rng: random
     assert heard.tokens
 
 
-def test_a_lone_sequence_that_cannot_grow_fails(llama: Pair, rng: random.Random) -> None:
+def test_a_sequence_that_outgrows_the_pool_is_refused(llama: Pair, rng: random.Random) -> None:
     rig = Rig(llama.paged, block_tokens=4, blocks=6)
     prompt = prompt_of(rng, 10)
     heard, _ = filled(rig, "a", prompt, LONG)
     rig.run()
-    assert isinstance(heard.error, OutOfBlocksError)
+    assert isinstance(heard.error, InvalidRequestError), "no use trying it again"
+    assert heard.error.field == "max_tokens"
     assert rig.blocks.free == 6
     # 6 blocks hold 24 tokens: the prompt, and 14 of the answer, whose first one prefill gave and whose last is not written.
     assert heard.ids == generate(llama.plain, prompt, 15, eos=[-1])[1:]
