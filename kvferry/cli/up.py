@@ -63,9 +63,9 @@ def with_cluster(config: UpConfig, console: Console, use: Callable[[RunningClust
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, is {getattr(config, name)}")
     port = free_port(config.host, config.port)
-    with conversion_bar() as progress:
-        model_dir = resolve_model(config.model, config.cache_dir, progress)
     with run_directory(config.run_dir) as run_dir:
+        with conversion_bar() as progress:
+            model_dir = resolve_model(config.model, config.cache_dir, progress)
         specs = processes(config, run_dir, model_dir, port)
         url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
         return asyncio.run(_supervise(specs, run_dir, url, model_dir, console, use))
