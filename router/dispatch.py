@@ -70,8 +70,15 @@ class Dispatcher:
         """Run something that must go on when the request that wanted it is gone."""
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._let_go)
         return task
+
+    def _let_go(self, task: asyncio.Task[Any]) -> None:
+        """Who waits for the task hears its error; where nobody does any more, only a defect is worth telling."""
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, KvferryError):
+            log.error("what a request left behind failed by a defect", exc_info=error)
 
     def count_handoff(self, report: HandoffReport) -> None:
         path = report.path.value

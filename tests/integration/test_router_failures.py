@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import socket
@@ -219,6 +220,21 @@ async def _read_all(client: httpx.AsyncClient, body: dict[str, object]) -> None:
 async def _outcome_counted(metrics: object) -> bool:
     text = await metrics()  # type: ignore[operator]
     return 'outcome="cancelled"} 1.0' in text and "kvferry_requests_running 0.0" in text
+
+
+async def test_a_refusal_that_nobody_waits_for_any_more_is_no_defect(
+    nodes: list[FakeNode], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(nodes) as cluster:
+        nodes[1].script.grant_seconds = 0.4
+        nodes[1].script.grant_errors.append(OutOfBlocksError("full"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await cluster.complete()
+        await eventually(lambda: not nodes[1].script.grant_errors, "the grant is refused")
+        await asyncio.sleep(0.1)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_a_client_that_leaves_in_mid_answer(nodes: list[FakeNode]) -> None:
