@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-# A daemon answers block requests from memory; one that takes longer is stopped or gone.
-_CALL_SECONDS = 5.0
+# A daemon answers block requests from memory; one that takes longer is stopped or hangs. Longer than the channel's keepalive
+# takes to give a silent peer up, which is what usually tells: a daemon that is stopped for less than that costs nothing.
+_CALL_SECONDS = 8.0
 _RETRY_SECONDS = 0.2
 # A restarted worker may come back before the daemon has seen the old one's stream break.
 _STILL_TAKEN_SECONDS = 5.0
