@@ -21,6 +21,8 @@ from kvferry.types import Role
 from tests.integration.daemons import ROOT, Daemon, Worker, directory_server, eventually, is_alive, worker_info
 from tests.unit.kvstore.redis_server import RedisServer
 
+CANNOT = "cannot announce this node"
+
 
 @asynccontextmanager
 async def daemon_and_directory(folder: Path) -> AsyncIterator[tuple[Daemon, EmbeddedDirectory]]:
@@ -84,14 +86,19 @@ async def test_it_announces_worker_and_change_at_once_and_goes_on_when_the_direc
             await eventually(lambda: shows(Role.DECODE), "the worker", seconds=0.9)
             assert [node.worker and node.worker.layout for node in await directory.nodes()] == [worker.layout]
         await eventually(lambda: shows(None), "no worker", seconds=0.9)
+
+    async def said(daemon: Daemon) -> bool:
+        return CANNOT in daemon.log.read_text()
+
     async with directory_server(tmp_path / "directory.sock") as later:
         daemon = Daemon("m", tmp_path, f"unix:{tmp_path / 'other.sock'}")
         try:
-            await asyncio.sleep(1.5)
+            await eventually(lambda: said(daemon), "that it cannot announce")
+            await asyncio.sleep(1.5)  # it goes on trying, without a word
             assert await later.nodes() == ()
             async with directory_server(tmp_path / "other.sock") as other:
                 await daemon.ready(other)
-            assert daemon.log.read_text().count("cannot announce this node") == 1
+            assert daemon.log.read_text().count(CANNOT) == 1
         finally:
             await daemon.close()
 
