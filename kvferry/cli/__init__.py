@@ -19,10 +19,11 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``run`` takes the arguments after the command's name."""
+    """``run`` takes the arguments after the command's name; ``extras``: what it needs besides the base install."""
 
     summary: str
     run: Callable[[Sequence[str]], int]
+    extras: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvferryError as error:
         print(f"kvferry: {error}", file=sys.stderr)
         return exit_status(error)
+    except ModuleNotFoundError as missing:
+        if not command.extras or (missing.name or "").startswith("kvferry"):
+            raise
+        hint = f"Install it: pip install 'kvferry[{command.extras}]'"
+        print(f"kvferry: {arguments[0]} needs the package {missing.name}, which is not installed. {hint}", file=sys.stderr)
+        return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -113,12 +120,12 @@ _WORKER_EXAMPLES = """example:
   kvferry worker --role decode --socket-dir /run/kvferry/decode-0 --listen 0.0.0.0:7300 --advertise decode-0:7300"""
 
 _COMMANDS = {
-    "up": Command("run router, daemons and workers on this machine until Ctrl-C", _up),
-    "demo": Command("run a cluster, send it two requests, compare with the undivided model", _demo),
+    "up": Command("run router, daemons and workers on this machine until Ctrl-C", _up, "router,worker"),
+    "demo": Command("run a cluster, send it two requests, compare with the undivided model", _demo, "router,worker"),
     "bench": Command("measure transfers between two processes on this machine", _bench),
-    "router": Command("the HTTP front of a cluster", _router),
+    "router": Command("the HTTP front of a cluster", _router, "router"),
     "daemon": Command("the sidecar beside one worker: memory, blocks, transfers", _daemon),
-    "worker": Command("the reference torch engine, for prefill, decode or both", _worker),
+    "worker": Command("the reference torch engine, for prefill, decode or both", _worker, "worker"),
 }
 
 if __name__ == "__main__":

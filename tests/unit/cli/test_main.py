@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kvferry import __version__
@@ -34,6 +36,20 @@ def test_a_mistake_is_one_line_and_status_2(arguments: list[str], capsys: pytest
     assert captured.out == ""
     assert len(captured.err.strip().splitlines()) == 1
     assert captured.err.startswith("kvferry: ")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "kvferry.router.main", raising=False)
+    monkeypatch.setitem(sys.modules, "kvferry.router.main", None)
+    with pytest.raises(ModuleNotFoundError):
+        main(["router"])  # a module of ours that is missing is a defect, not a missing extra
+    monkeypatch.delitem(sys.modules, "kvferry.router.main")
+    for name in [name for name in sys.modules if name.startswith("kvferry.router")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["router"]) == 2
+    assert "uvicorn" in (said := capsys.readouterr().err)
+    assert "pip install 'kvferry[router]'" in said
 
 
 def test_status_by_kind_of_error() -> None:
