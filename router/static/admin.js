@@ -77,14 +77,20 @@ const MOODS = { ready: "good", "not ready": "warn", new: "warn", suspect: "bad",
   complete: "good", incompatible: "bad" };
 const mood = (state) => element("span", { class: `state ${MOODS[state] || ""}` }, state === "new" ? "being tried" : state);
 
+// The start and the side tell owners apart; the whole name is in the tooltip.
+function shortened(owner) {
+  const side = owner.lastIndexOf("/");
+  return side > 16 ? `${owner.slice(0, 13)}…${owner.slice(side)}` : owner;
+}
+
 function holdings(node) {
   if (node.holdings.length === 0) return null;
   const columns = [
-    { title: "held by", show: (row) => element("code", {}, row.owner) },
+    { title: "held by", show: (row) => element("code", { title: row.owner }, shortened(row.owner)) },
     { title: "blocks", number: true, show: (row) => row.blocks },
     { title: "KV", number: true, show: (row) => node.worker ? bytes(row.blocks * node.worker.block_bytes) : null },
     { title: "for", number: true, show: (row) => seconds(row.held_seconds) },
-    { title: "taken back", number: true, show: (row) => row.remaining_seconds === null ? "with its worker" : `in ${seconds(row.remaining_seconds)}` },
+    { title: "taken back", number: true, show: (row) => row.remaining_seconds === null ? "with worker" : `in ${seconds(row.remaining_seconds)}` },
   ];
   return element("div", { class: "scroll" }, table(columns, node.holdings, ""));
 }
@@ -127,7 +133,7 @@ const HANDOFFS = [
   { title: "path", show: (row) => row.path },
   { title: "tokens", number: true, show: (row) => row.tokens },
   { title: "KV", number: true, show: (row) => bytes(row.bytes) },
-  { title: "GB/s", number: true, show: (row) => row.transfer_seconds > 0 ? row.gigabytes_per_second.toFixed(2) : "–" },
+  { title: "GB/s", number: true, show: (row) => row.transfer_seconds > 0 ? row.gigabytes_per_second.toPrecision(2) : "–" },
   { title: "moving", number: true, show: (row) => seconds(row.transfer_seconds) },
   { title: "outcome", show: (row) => row.outcome === "complete" ? mood("complete") : element("span", { class: "bad" }, row.outcome) },
   { title: "request", show: (row) => row.probe ? element("span", { class: "quiet" }, "probe") : element("code", {}, row.request) },
