@@ -375,7 +375,8 @@ class Run:
             cluster.pair_failed(pair, error)
 
     def _forget(self, part: Part, error: KvferryError) -> None:
-        log.warning("attempt failed: %s", shown(request=self._request(), part=part.value, pair=self.pair, error=error))
+        failed = f"{self.job.id}-{self._machine.attempt - 1}"  # the machine counts the next one already
+        log.warning("attempt failed: %s", shown(request=failed, part=part.value, pair=self.pair, error=error))
         stage = error.where.stage or part.stage
         self._dispatcher.metrics.counter("request_retries").labels(stage.value, error.reason.value).inc()
         if self.pair is not None:

@@ -134,11 +134,14 @@ async def test_the_handoff_fails_after_the_first_token(nodes: list[FakeNode], st
     assert len(nodes[1].revoked) == 1
 
 
-async def test_a_full_pool_is_waited_for(nodes: list[FakeNode]) -> None:
+async def test_a_full_pool_is_waited_for(nodes: list[FakeNode], caplog: pytest.LogCaptureFixture) -> None:
     nodes[1].script.grant_errors.extend([OutOfBlocksError("full")] * 3)
     async with serving(nodes) as cluster:
-        assert (await cluster.complete()).raise_for_status().json()["kvferry"]["attempts"] == 4
+        answer = (await cluster.complete()).raise_for_status().json()
+        assert answer["kvferry"]["attempts"] == 4
     assert len(nodes[0].prefills) == 1  # nothing was computed that nobody could take
+    told = [record.getMessage() for record in caplog.records if "attempt failed" in record.getMessage()]
+    assert [f"request={answer['id']}-{number} " in line for number, line in enumerate(told, 1)] == [True] * 3
 
 
 async def test_a_pool_that_stays_full_is_429(nodes: list[FakeNode], monkeypatch: pytest.MonkeyPatch) -> None:
