@@ -209,9 +209,9 @@ async def _leave_everywhere(cluster: ClusterProcess, rng: random.Random) -> None
                 await client.post("/v1/completions", json={**body, "prompt": prompt, "max_tokens": max_tokens})
 
     async with httpx.AsyncClient(timeout=30, trust_env=False, base_url=cluster.url) as client:
-        for moment in range(60):
-            await leave(client, moment * 0.004, 300, 50)
-            await leave(client, moment * 0.001, 20, 1 + moment % 3)
+        for moment in range(40):
+            await leave(client, moment * 0.006, 300, 50)
+            await leave(client, moment * 0.0015, 20, 1 + moment % 3)
         # More than the pool has room for: most leave while they wait for a grant.
         await asyncio.gather(*(leave(client, rng.uniform(0, 1.5), 700, 100) for _ in range(16)))
 
