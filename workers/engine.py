@@ -79,6 +79,10 @@ class EngineLimits:
                 raise ConfigError(f"{name} must be at least 1, is {getattr(self, name)}")
 
 
+class _AbandonedStepError(Exception):
+    """Everybody with a part in the step was cancelled: nothing of it is wanted, and it has sealed nothing yet."""
+
+
 class Engine:
     """Runs sequences until they end. Raises ModelFilesError where the model's attention cannot be paged."""
 
@@ -102,6 +106,7 @@ class Engine:
         self._retry_at = float("-inf")  # when blocks may be asked for again
         self._changed = threading.Condition()  # guards what follows
         self._inbox: deque[Callable[[], None]] = deque()
+        self._given_up: set[OwnerId] = set()  # cancelled, but the command is still in the inbox
         self._arriving = 0
         self._load = WorkerLoad(0, 0)
 
@@ -130,9 +135,12 @@ class Engine:
     def cancel(self, owner: OwnerId, error: KvferryError) -> None:
         """End a sequence in whatever state it is and let its blocks go. Its listener gets ``error`` if it had not ended.
 
-        Changes nothing where ``owner`` is unknown, as after the end.
+        Changes nothing where ``owner`` is unknown, as after the end. A step that nobody else has a part in is left at the next
+        layer: a chunk of a real model can take seconds, and the caller is owed its blocks within one.
         """
-        self._post(lambda: self._end_all([found] if (found := self._sequences.get(owner)) else [], error))
+        with self._changed:
+            self._given_up.add(owner)
+        self._post(lambda: self._cancel(owner, error))
 
     def fail_all(self, error: KvferryError) -> Future[None]:
         """End every sequence. Done when no step writes to their blocks any more."""
@@ -345,8 +353,15 @@ class Engine:
             ids += sequence.token_ids[first:stop]
             if slice_.tokens == sequence.pending:
                 sampled.append(len(ids) - 1)
-        step = PagedStep(self._cache, torch.cat(slots), tuple(rows), lambda layer: _tell_pages(slices, layer))
+        step = PagedStep(self._cache, torch.cat(slots), tuple(rows), lambda layer: self._layer_written(slices, layer))
         return step.forward(self._model.model, torch.tensor(ids), torch.cat(positions), torch.tensor(sampled, dtype=torch.int64))
+
+    def _layer_written(self, slices: list[Slice], layer: int) -> None:
+        with self._changed:
+            abandoned = all(slice_.sequence.owner in self._given_up for slice_ in slices)
+        if abandoned:
+            raise _AbandonedStepError
+        _tell_pages(slices, layer)
 
     def _answer(self, sequence: Sequence, logits: torch.Tensor) -> None:
         token = sample(logits, sequence.sampling, len(sequence.token_ids))
@@ -360,6 +375,8 @@ class Engine:
         """Act on behalf of sequences; what goes wrong ends those of them that are not through, and nothing else."""
         try:
             act()
+        except _AbandonedStepError:
+            return  # its sequences end with the next look into the inbox
         except KvferryError as error:
             log.warning("%s", error)
             failure = error
@@ -370,6 +387,13 @@ class Engine:
         else:
             return
         self._end_all([one for one in sequences if one.state in (State.WAITING, State.RUNNING)], failure)
+
+    def _cancel(self, owner: OwnerId, error: KvferryError) -> None:
+        with self._changed:
+            self._given_up.discard(owner)
+        found = self._sequences.get(owner)
+        if found is not None:
+            self._end(found, error)
 
     def _end_all(self, sequences: list[Sequence], error: KvferryError) -> None:
         for sequence in sequences:

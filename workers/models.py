@@ -39,6 +39,8 @@ _WHOLE_HINT = "Copy the model directory again, whole"
 _NOT_SEMANTIC = frozenset(
     {"_name_or_path", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype", "transformers_version", "use_cache"}
 )
+# Without these there is no KV cache of heads and positions to page.
+_NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _SAMPLES = 8
 _SAMPLE_BYTES = 512
 
@@ -292,6 +294,13 @@ def _refuse_partial_weights(path: Path, info: Mapping[str, Any]) -> None:
 
 def _describe(model: PreTrainedModel, name: str) -> LoadedModel:
     config: PretrainedConfig = model.config
+    lacking = [field for field in _NEEDED if not isinstance(getattr(config, field, None), int)]
+    if lacking:
+        raise ModelFilesError(
+            f"cannot serve the model {name}",
+            why=f"a {type(model).__name__} has no {', '.join(lacking)}",
+            hint="Models of the kind of Llama, Qwen3 and Mistral work.",
+        )
     heads = int(config.num_attention_heads)
     return LoadedModel(
         model=model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -91,6 +92,8 @@ def _place(
 
 def free_port(host: str, port: int) -> int:
     """``port`` if it can be listened on, a free one if it is 0. Raises ConfigError naming the flag otherwise."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be 0 to 65535, is {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,10 +101,13 @@ def free_port(host: str, port: int) -> int:
             probe.bind((host, port))
             probe.listen(1)
         except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
             raise ConfigError(
                 f"cannot listen on port {port} of {host}",
                 why=error.strerror or str(error),
-                hint="Stop what uses it, or choose another with --port (0 takes a free one).",
+                hint="Stop what uses it, or choose another with --port (0 takes a free one)."
+                if in_use
+                else "Is --host an address of ours?",
             ) from error
         return int(probe.getsockname()[1])
 
@@ -228,8 +234,10 @@ def _ending(status: int) -> str:
 
 
 def _last_complaint(log: Path, start: int) -> str:
-    """What a process printed as its own one-line error since byte ``start`` of its log; empty if it did not."""
+    """A process's own one-line error, or the end of its traceback, since byte ``start`` of its log; empty if it has neither."""
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line.removeprefix("kvferry: ") for line in reversed(lines) if line.startswith("kvferry: ")), "")
+    own = next((line.removeprefix("kvferry: ") for line in reversed(lines) if line.startswith("kvferry: ")), "")
+    # The last line of a traceback says what it was of.
+    return own or next((line for line in reversed(lines) if "Traceback" in "".join(lines) and line.strip()), "")

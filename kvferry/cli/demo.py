@@ -43,6 +43,7 @@ class Answer:
     """One request as the client saw it; times in seconds."""
 
     name: str
+    max_tokens: int
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
@@ -125,6 +126,7 @@ def _stream(name: str, url: str, body: Mapping[str, object]) -> Answer:
     later = max(len(token_ids) - 1, 1)
     return Answer(
         name=name,
+        max_tokens=int(str(body["max_tokens"])),
         prompt_ids=tuple(prompt_ids),
         token_ids=tuple(token_ids),
         text=text,
@@ -160,10 +162,13 @@ def _undivided(model_dir: Path, dtype: str, answers: Sequence[Answer]) -> list[t
     outputs = []
     for answer in answers:
         prompt = torch.tensor([answer.prompt_ids])
-        limit = len(answer.token_ids)
         with torch.inference_mode():
             whole = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=limit, do_sample=False, repetition_penalty=1.0
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=answer.max_tokens,
+                do_sample=False,
+                repetition_penalty=1.0,
             )
         outputs.append(tuple(int(token) for token in whole[0, len(answer.prompt_ids) :]))
     return outputs

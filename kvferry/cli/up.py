@@ -20,6 +20,7 @@ from kvferry import logs
 from kvferry.cli.cluster import Cluster, ProcessSpec, free_port, processes, run_directory
 from kvferry.config import UpConfig
 from kvferry.errors import ConfigError
+from kvferry.layout import DType
 from kvferry.lifeline import die_with_parent
 from kvferry.workers.models import conversion_bar, resolve_model
 
@@ -62,6 +63,10 @@ def with_cluster(config: UpConfig, console: Console, use: Callable[[RunningClust
     for name in ("prefill", "decode"):
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, is {getattr(config, name)}")
+    if config.dtype not in {dtype.value for dtype in DType}:
+        raise ConfigError(
+            f"--dtype cannot be {config.dtype!r}", hint="It is one of " + ", ".join(dtype.value for dtype in DType) + "."
+        )
     port = free_port(config.host, config.port)
     with run_directory(config.run_dir) as run_dir:
         with conversion_bar() as progress:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -41,20 +41,29 @@ def test_kill_during_a_stream(cluster: ClusterProcess, victim: str, when: str) -
     namespace = f"{victim}-{when}-{pid}"
     prompt = PROMPT * (15 if when == "prefill" else 1)
     begun = time.monotonic()
-    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    events: list[dict[str, Any] | str] = []
+    killed_after: list[int] = []
+
+    def kill() -> None:
+        os.kill(pid, signal.SIGKILL)
+        killed_after.append(len(events))
+
+    killer = threading.Thread(target=_once_prefill_holds_blocks, args=(cluster, kill))
     if when == "prefill":
         killer.start()
-    events = []
     for event in _stream(cluster, prompt, namespace):
         events.append(event)
         if when == "decode" and len(events) == 3:
-            os.kill(pid, signal.SIGKILL)
-    killer.cancel()
+            kill()
+    if when == "prefill":
+        killer.join()
     took = time.monotonic() - begun
+    assert killed_after == [0 if when == "prefill" else 3], "it died when it was to die"
     assert took < REQUEST_TIMEOUT + 1, f"{took:.1f} s"
     _assert_well_formed(events)
     _ready(cluster)
-    wait_until(lambda: cluster.held_blocks() == 0, 5, f"all blocks are free again: {cluster.state()}")
+    assert cluster.pid(victim) != pid
+    wait_until(lambda: _free(cluster), 5, f"all blocks are free again: {cluster.state()}")
     answer = cluster.complete(prompt=PROMPT, max_tokens=8, temperature=0)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 8
@@ -94,6 +103,20 @@ def _assert_well_formed(events: list[dict[str, Any] | str]) -> None:
         assert "stage=" in last["error"]["message"]
     else:
         assert last["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def _once_prefill_holds_blocks(cluster: ClusterProcess, act: Callable[[], None]) -> None:
+    def holds() -> bool:
+        return any(holding["owner"].endswith("/prefill") for node in cluster.state()["nodes"] for holding in node["holdings"])
+
+    wait_until(holds, 20, "a prefill holds blocks")
+    act()
+
+
+def _free(cluster: ClusterProcess) -> bool:
+    """Both pools are there, and every block of them is free."""
+    pools = [node["pool"] for node in cluster.state()["nodes"]]
+    return len(pools) == 2 and all(pool and pool["free"] == pool["total"] > 0 for pool in pools)
 
 
 def _ready(cluster: ClusterProcess) -> None:

@@ -71,7 +71,7 @@ def test_cancelling_after_any_number_of_steps_frees_all(llama: Pair, rng: random
         assert rig.engine.load() == WorkerLoad(0, 0)
 
 
-def test_cancelling_within_a_step_takes_effect_before_the_next(llama: Pair, rng: random.Random) -> None:
+def test_a_step_that_nobody_wants_any_more_is_left_at_the_next_layer(llama: Pair, rng: random.Random) -> None:
     rig = Rig(llama.paged, chunk_tokens=10)
 
     class Fickle(Recorder):
@@ -83,8 +83,29 @@ def test_cancelling_within_a_step_takes_effect_before_the_next(llama: Pair, rng:
     heard = rig.prefill("a", prompt_of(rng, 50), LONG, Fickle())
     rig.run()
     assert isinstance(heard.error, CancelledByCallerError)
+    assert [pages.first_layer for pages in heard.pages if pages.first_token == 10] == [0, 1], "layer 2 was not written"
     assert max(pages.first_token for pages in heard.pages) == 10
     assert rig.blocks.free == rig.layout.blocks
+
+
+def test_a_step_that_others_have_a_part_in_goes_on(llama: Pair, rng: random.Random) -> None:
+    rig = Rig(llama.paged, chunk_tokens=60)
+
+    class Fickle(Recorder):
+        def on_pages(self, pages: PagesReady) -> None:
+            super().on_pages(pages)
+            rig.cancel(prefill_of("a"))
+
+    heard = rig.prefill("a", prompt_of(rng, 20), LONG, Fickle())
+    prompt = prompt_of(rng, 30)
+    other = rig.prefill("b", prompt, LONG)
+    rig.run()
+    assert isinstance(heard.error, CancelledByCallerError)
+    assert [(pages.first_layer, pages.tokens) for pages in other.pages] == [(layer, 30) for layer in range(rig.layout.layers)]
+    reference = Rig(llama.paged)
+    expected = reference.prefill("b", prompt, LONG)
+    reference.run()
+    assert other.ids == expected.ids
 
 
 def test_prefill_waits_its_turn_for_blocks(llama: Pair, rng: random.Random) -> None:
