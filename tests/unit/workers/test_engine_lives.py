@@ -100,7 +100,7 @@ def test_a_step_that_others_have_a_part_in_goes_on(llama: Pair, rng: random.Rand
     prompt = prompt_of(rng, 30)
     other = rig.prefill("b", prompt, LONG)
     rig.run()
-    assert isinstance(heard.error, CancelledByCallerError)
+    assert len(heard.tokens) == 1, "the step went on, with its part in it"
     assert [(pages.first_layer, pages.tokens) for pages in other.pages] == [(layer, 30) for layer in range(rig.layout.layers)]
     reference = Rig(llama.paged)
     expected = reference.prefill("b", prompt, LONG)
