@@ -165,19 +165,17 @@ def _create_file(size: int, directory: Path) -> Arena:
         raise ConfigError(f"the arena cannot lie in {directory}", why=str(error), hint="Give --arena-dir a mount.") from error
     free = room.f_bavail * room.f_frsize
     if size > free:
-        raise MemoryUnavailableError(
-            f"the arena needs {_shown(size)} in {directory}",
-            where=Where(stage=Stage.START),
-            why=f"{_shown(free)} are free on that mount",
-            hint=f"{_HINT}, or enlarge the mount (for example: mount -o remount,size=… {directory}).",
-        )
+        raise _mount_too_small(size, directory, f"{_shown(free)} are free on that mount")
     if directory.resolve().is_relative_to(_SHM):
         _require_memory(size)
     try:
         fd = _unnamed_file(directory)
     except OSError as error:
         raise ConfigError(f"no file can be made in {directory}", why=str(error), hint="Name a writable mount.") from error
-    return _reserve(fd, size, ArenaKind.FILE)
+    try:
+        return _reserve(fd, size, ArenaKind.FILE)
+    except MemoryUnavailableError as error:  # another arena took the room since we looked
+        raise _mount_too_small(size, directory, error.why) from error
 
 
 def _unnamed_file(directory: Path) -> int:
@@ -221,6 +219,15 @@ def _out_of_memory(size: int, why: str) -> MemoryUnavailableError:
         where=Where(stage=Stage.START),
         why=why,
         hint=f"{_HINT}, or give the machine or container more memory.",
+    )
+
+
+def _mount_too_small(size: int, directory: Path, why: str) -> MemoryUnavailableError:
+    return MemoryUnavailableError(
+        f"the arena needs {_shown(size)} in {directory}",
+        where=Where(stage=Stage.START),
+        why=why,
+        hint=f"{_HINT}, or enlarge the mount (for example: mount -o remount,size=… {directory}).",
     )
 
 

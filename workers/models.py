@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from safetensors import SafetensorError, safe_open
 
-from kvferry.errors import ModelFilesError
+from kvferry.errors import KvferryError, ModelFilesError
 from kvferry.keys import Fingerprint
 from kvferry.workers import smollm2
 
@@ -164,6 +164,9 @@ def conversion_bar() -> Iterator[smollm2.Progress]:
 
     try:
         yield report
+    except KvferryError:
+        bar.live.transient = True  # the error's line is to stand alone
+        raise
     finally:
         if bar.tasks:
             bar.stop()

@@ -80,11 +80,12 @@ def test_refuses_an_occupied_port(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("size", ["8m", "90m"], ids=["too-small-for-one", "too-small-for-two"])
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounting a small /dev/shm needs root and unshare")
-def test_refuses_an_arena_larger_than_dev_shm(tmp_path: Path) -> None:
+def test_refuses_an_arena_larger_than_dev_shm(size: str, tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     up = [sys.executable, "-m", "kvferry.cli", "up", "--port=0", f"--model={model}", f"--arena-dir={SHM}", "--pool-bytes=64MiB"]
-    script = f"mount -t tmpfs -o size=8m tmpfs /dev/shm && {shlex.join(up)}; status=$?; ls -A /dev/shm; exit $status"
+    script = f"mount -t tmpfs -o size={size} tmpfs /dev/shm && {shlex.join(up)}; status=$?; ls -A /dev/shm; exit $status"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done
     assert "64.0 MiB" in done.stderr
