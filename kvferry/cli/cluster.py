@@ -239,5 +239,6 @@ def _last_complaint(log: Path, start: int) -> str:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
     own = next((line.removeprefix("kvferry: ") for line in reversed(lines) if line.startswith("kvferry: ")), "")
+    crashed = any(line.startswith("Traceback") for line in lines)
     # The last line of a traceback says what it was of.
-    return own or next((line for line in reversed(lines) if "Traceback" in "".join(lines) and line.strip()), "")
+    return own or (next((line for line in reversed(lines) if line.strip()), "") if crashed else "")
